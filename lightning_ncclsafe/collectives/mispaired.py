@@ -23,7 +23,7 @@ def mispairing_words(found: Mispairing) -> str:
     if found.other_ranks:
         calls.append(f"something else on {found.other_ranks:,} more rank{'s' * (found.other_ranks > 1)}")
     return safe(
-        f"collectives of different kinds have completed with each other: number {found.seq} of "
+        f"different collectives have completed with each other: number {found.seq} of "
         f"{group_words(found.group, found.description)}, at training batch {found.step}, is "
         f"{', '.join(calls[:-1])} and {calls[-1]}. NCCL does not compare calls, so this is no error, but the results "
         f"are wrong from there on. Stop the run, and resume from a checkpoint that was saved before."

@@ -115,7 +115,7 @@ def all_garbled(view: Timeline) -> bool:
 
 
 def has_misread_sizes(view: Timeline) -> bool:
-    """Whether that is so of at least one exception, and ``torch.distributed`` itself raised all of them."""
+    """Whether ranks have raised, and only because ``torch.distributed`` took data of another collective for a size."""
     errors = [view.facts[rank].exception for rank in view.raised]
     are_of_torch = all(error is not None and is_raised_by_torch_distributed(error) for error in errors)
     return bool(errors) and view.job.world_size > 1 and are_of_torch and all_garbled(view)

@@ -141,7 +141,7 @@ def _continued(view: Timeline, ranks: tuple[int, ...]) -> Finding:
 
 
 def misread_sizes(view: Timeline) -> Finding:
-    """A call of ``torch.distributed`` has completed with different ones, whose data is no size of anything."""
+    """A call of ``torch.distributed`` has completed with other calls, and took their data for a size."""
     ranks = view.raised
     facts = view.facts[ranks[0]]
     frame = exception_place(facts)
