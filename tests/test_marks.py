@@ -34,7 +34,8 @@ from lightning_ncclsafe.loaders.tuning.tuner import Tuner
 from lightning_ncclsafe.preflight.check import Preflight
 from lightning_ncclsafe.probes.process.stacks import exception_facts
 from lightning_ncclsafe.probes.process.traceback_signal import parse_threads
-from lightning_ncclsafe.rules.kit.activity import Kind, activity
+from lightning_ncclsafe.rules.kit.activity import activity
+from lightning_ncclsafe.rules.kit.landmarks import Kind
 from lightning_ncclsafe.settings import TimerSettings, TunerSettings
 from lightning_ncclsafe.sigterm.agreement import StopAgreement
 

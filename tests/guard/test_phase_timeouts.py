@@ -18,7 +18,8 @@ from lightning_ncclsafe._torch import build
 from lightning_ncclsafe.facts import Collective, Phase
 from lightning_ncclsafe.facts.phase_kinds import PhaseKind
 from lightning_ncclsafe.guard.thresholds import Thresholds, limits_words
-from lightning_ncclsafe.rules.kit.activity import Activity, Kind
+from lightning_ncclsafe.rules.kit.activity import Activity
+from lightning_ncclsafe.rules.kit.landmarks import Kind
 from lightning_ncclsafe.settings import BACKSTOP_S, Limits, check_limits
 from lightning_ncclsafe.strategies import guarded
 

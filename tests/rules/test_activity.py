@@ -43,7 +43,8 @@ from lightning_ncclsafe.facts import (
     RankFacts,
     UnrecordedGroup,
 )
-from lightning_ncclsafe.rules.kit.activity import Kind, activity, hook_words, waits_for_silent_device
+from lightning_ncclsafe.rules.kit.activity import activity, hook_words, waits_for_silent_device
+from lightning_ncclsafe.rules.kit.landmarks import Kind
 from lightning_ncclsafe.rules.kit.purpose import purpose_words
 
 STEP = user("training_step", 40, code="loss = self.model(x)")

@@ -16,7 +16,7 @@ from test_shifts import of
 
 from lightning_ncclsafe.facts import Action, Branch, Decides, Frame, JobFacts, ModelUnit, UnitKind
 from lightning_ncclsafe.probes.process.control_flow import ControlFlow
-from lightning_ncclsafe.rules.kit.activity import loop_left
+from lightning_ncclsafe.rules.kit.frames import loop_left
 from lightning_ncclsafe.rules.kit.timeline import timeline
 from lightning_ncclsafe.rules.kit.user_lines import (
     DecidingBranches,

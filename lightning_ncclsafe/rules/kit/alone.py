@@ -6,19 +6,10 @@ from functools import partial
 
 from lightning_ncclsafe.code.libraries import DTENSOR, FSDP
 from lightning_ncclsafe.facts import ELSE, PAST, Frame, Phase, RankFacts, UnitKind
-from lightning_ncclsafe.rules.kit.activity import (
-    Kind,
-    below_user,
-    condition_around,
-    deepest_user_frame,
-    has_no_trainer,
-    is_in,
-    open_collectives,
-    starts_trainer,
-    trainer_start,
-    waits_for_silent_device,
-)
+from lightning_ncclsafe.rules.kit.activity import has_no_trainer, open_collectives, waits_for_silent_device
+from lightning_ncclsafe.rules.kit.frames import below_user, deepest_user_frame, is_in, starts_trainer, trainer_start
 from lightning_ncclsafe.rules.kit.gloo_aborts import aborted_by_gloo
+from lightning_ncclsafe.rules.kit.landmarks import Kind, condition_around
 from lightning_ncclsafe.rules.kit.purpose import unit_of
 from lightning_ncclsafe.rules.kit.rule import once
 from lightning_ncclsafe.rules.kit.silent_ranks import is_gone, left_in_order

@@ -9,8 +9,9 @@ from typing import Any
 from lightning_ncclsafe.code.libraries import PROCESSES, WAITS_FOR_THREADS
 from lightning_ncclsafe.facts import CaughtException, Frame, IncidentKind, JobFacts, RankFacts
 from lightning_ncclsafe.facts.findings import Evidence, Finding
-from lightning_ncclsafe.rules.kit.activity import deepest_user_frame, hook_words, inside_trainer, is_in
+from lightning_ncclsafe.rules.kit.activity import hook_words
 from lightning_ncclsafe.rules.kit.exception_messages import error_words
+from lightning_ncclsafe.rules.kit.frames import deepest_user_frame, inside_trainer, is_in
 from lightning_ncclsafe.rules.kit.gloo_aborts import aborted_by_gloo
 from lightning_ncclsafe.rules.kit.rule import Rule, once
 from lightning_ncclsafe.rules.kit.timeline import Timeline, stack_of, timeline

@@ -8,14 +8,6 @@ from collections.abc import Iterable, Iterator
 from lightning_ncclsafe.code.libraries import BACKWARD, FSDP, LOGGED_VALUES, MODEL_CHECKPOINT
 from lightning_ncclsafe.facts import Collective, Frame, RankFacts, UnitKind
 from lightning_ncclsafe.facts.findings import Evidence
-from lightning_ncclsafe.rules.kit.activity import (
-    Kind,
-    condition_around,
-    deepest_user_frame,
-    inside_trainer,
-    is_in,
-    starts_trainer,
-)
 from lightning_ncclsafe.rules.kit.caught_exceptions import (
     beyond_try,
     caught_by,
@@ -24,6 +16,7 @@ from lightning_ncclsafe.rules.kit.caught_exceptions import (
     skipped_words,
 )
 from lightning_ncclsafe.rules.kit.exception_messages import is_garbled, is_raised_by_torch_distributed
+from lightning_ncclsafe.rules.kit.frames import deepest_user_frame, inside_trainer, is_in, starts_trainer
 from lightning_ncclsafe.rules.kit.gloo_aborts import (
     aborted_by_gloo,
     at_once,
@@ -31,6 +24,7 @@ from lightning_ncclsafe.rules.kit.gloo_aborts import (
     overrun_bytes,
     size_bytes,
 )
+from lightning_ncclsafe.rules.kit.landmarks import Kind, condition_around
 from lightning_ncclsafe.rules.kit.purpose import unit_of, unit_words
 from lightning_ncclsafe.rules.kit.rule import once
 from lightning_ncclsafe.rules.kit.sentences import phase_evidence, stack_evidence, where_words

@@ -5,7 +5,9 @@ from collections.abc import Callable, Iterable
 from lightning_ncclsafe.code.libraries import COMPILATION, TUNING
 from lightning_ncclsafe.facts import Frame, IncidentKind, JobFacts, RankFacts
 from lightning_ncclsafe.facts.phase_kinds import LONG_S, phase_kind_of
-from lightning_ncclsafe.rules.kit.activity import PAUSE, Kind, is_in
+from lightning_ncclsafe.rules.kit.activity import PAUSE
+from lightning_ncclsafe.rules.kit.frames import is_in
+from lightning_ncclsafe.rules.kit.landmarks import Kind
 from lightning_ncclsafe.rules.kit.rule import forget
 from lightning_ncclsafe.rules.kit.timeline import Timeline, timeline
 

@@ -5,8 +5,9 @@ from typing import NamedTuple
 
 from lightning_ncclsafe.code.libraries import BACKWARD, BATCH, DDP, EARLY_STOPPING, END_OF_EPOCH, FSDP
 from lightning_ncclsafe.facts import Frame, LoopEnd, Phase, Progress, RankFacts, TrainerFacts
-from lightning_ncclsafe.rules.kit.activity import hook_words, is_in, loop_left
+from lightning_ncclsafe.rules.kit.activity import hook_words
 from lightning_ncclsafe.rules.kit.alone import alone_in_trainer, gathering_alone, in_trainer_again
+from lightning_ncclsafe.rules.kit.frames import is_in, loop_left
 from lightning_ncclsafe.rules.kit.rule import once
 from lightning_ncclsafe.rules.kit.timeline import Timeline
 from lightning_ncclsafe.rules.kit.user_lines import in_own_call

@@ -8,7 +8,8 @@ from lightning_ncclsafe.code import libraries
 from lightning_ncclsafe.code.libraries import Code
 from lightning_ncclsafe.code.marks import Mark
 from lightning_ncclsafe.facts import Collective, Frame, ModelUnit, Phase, RankFacts, UnitKind, group_and_backend
-from lightning_ncclsafe.rules.kit.activity import is_in, open_collectives
+from lightning_ncclsafe.rules.kit.activity import open_collectives
+from lightning_ncclsafe.rules.kit.frames import is_in
 from lightning_ncclsafe.rules.kit.wording import elements, numel, size_words
 
 _LISTED = 4

@@ -16,8 +16,10 @@ from lightning_ncclsafe.facts import (
     TriedAddress,
 )
 from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding, Severity
-from lightning_ncclsafe.rules.kit.activity import Kind, deepest_user_frame, has_no_trainer
+from lightning_ncclsafe.rules.kit.activity import has_no_trainer
 from lightning_ncclsafe.rules.kit.exception_messages import has_given_up
+from lightning_ncclsafe.rules.kit.frames import deepest_user_frame
+from lightning_ncclsafe.rules.kit.landmarks import Kind
 from lightning_ncclsafe.rules.kit.purpose import begins_another_forward, purpose_words
 from lightning_ncclsafe.rules.kit.rule import once
 from lightning_ncclsafe.rules.kit.timeline import Timeline

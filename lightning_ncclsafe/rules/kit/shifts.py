@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from lightning_ncclsafe.code.libraries import JOIN
 from lightning_ncclsafe.facts import Collective, Frame
-from lightning_ncclsafe.rules.kit.activity import deepest_user_frame, inside_trainer, is_in, loop_left
+from lightning_ncclsafe.rules.kit.frames import deepest_user_frame, inside_trainer, is_in, loop_left
 from lightning_ncclsafe.rules.kit.rule import once
 from lightning_ncclsafe.rules.kit.timeline import Timeline, signature
 from lightning_ncclsafe.rules.kit.wording import at_words, call_words, ranks_words, under_words

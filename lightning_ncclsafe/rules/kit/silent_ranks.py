@@ -6,7 +6,8 @@ from enum import Enum
 from lightning_ncclsafe.code.libraries import STORAGE_COPIES
 from lightning_ncclsafe.facts import COLLECTOR, Frame, ProcessFacts, RankFacts
 from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding
-from lightning_ncclsafe.rules.kit.activity import deepest_user_frame, is_in_wait
+from lightning_ncclsafe.rules.kit.frames import deepest_user_frame
+from lightning_ncclsafe.rules.kit.landmarks import is_in_wait
 from lightning_ncclsafe.rules.kit.machine import Wait, wait_of
 from lightning_ncclsafe.rules.kit.sentences import finding, while_others_wait
 from lightning_ncclsafe.rules.kit.timeline import Timeline

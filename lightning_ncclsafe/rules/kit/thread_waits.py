@@ -5,7 +5,8 @@ from dataclasses import replace
 
 from lightning_ncclsafe.facts import JobFacts, RankFacts
 from lightning_ncclsafe.facts.findings import Evidence, Finding
-from lightning_ncclsafe.rules.kit.activity import awaited_thread, deepest_user_frame
+from lightning_ncclsafe.rules.kit.activity import awaited_thread
+from lightning_ncclsafe.rules.kit.frames import deepest_user_frame
 from lightning_ncclsafe.rules.kit.wording import at_words, capitalised, joined, location_of, place_words, short_location
 
 _REMEDY_LOCKS = (

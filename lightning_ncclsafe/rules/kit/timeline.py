@@ -17,9 +17,10 @@ from lightning_ncclsafe.facts import (
     ProcessFacts,
     RankFacts,
 )
-from lightning_ncclsafe.rules.kit.activity import Activity, Kind, activity, is_unrecorded, open_collectives
+from lightning_ncclsafe.rules.kit.activity import Activity, activity, is_unrecorded, open_collectives
 from lightning_ncclsafe.rules.kit.exception_messages import with_consequence
 from lightning_ncclsafe.rules.kit.file_locks import LockWait, lock_waits, with_lock
+from lightning_ncclsafe.rules.kit.landmarks import Kind
 from lightning_ncclsafe.rules.kit.rule import Rules, View, once, view_of
 from lightning_ncclsafe.rules.kit.wording import numel
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from lightning_ncclsafe.facts import Branch, Collective, Decides, Frame, Phase
 from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding
-from lightning_ncclsafe.rules.kit.activity import deepest_user_frame, first_user_frame, inside_trainer, trainer_start
+from lightning_ncclsafe.rules.kit.frames import deepest_user_frame, first_user_frame, inside_trainer, trainer_start
 from lightning_ncclsafe.rules.kit.rule import once
 from lightning_ncclsafe.rules.kit.shifts import usual_sites
 from lightning_ncclsafe.rules.kit.timeline import Divergence, Timeline, signature, stack_of

@@ -11,17 +11,10 @@ from typing import NamedTuple
 
 from lightning_ncclsafe.code.libraries import DISTRIBUTED, LOGGED_VALUES, MODEL_CHECKPOINT
 from lightning_ncclsafe.facts import ELSE, PAST, Collective, Frame, RankFacts
-from lightning_ncclsafe.rules.kit.activity import (
-    condition_around,
-    deepest_user_frame,
-    depth_passed,
-    inside_trainer,
-    is_in,
-    is_landmark,
-    is_open_p2p,
-    outstanding_p2p,
-)
+from lightning_ncclsafe.rules.kit.activity import is_open_p2p, outstanding_p2p
 from lightning_ncclsafe.rules.kit.caught_exceptions import except_block_words, handling_exception, raised_at
+from lightning_ncclsafe.rules.kit.frames import deepest_user_frame, depth_passed, inside_trainer, is_in
+from lightning_ncclsafe.rules.kit.landmarks import condition_around, is_landmark
 from lightning_ncclsafe.rules.kit.rule import once
 from lightning_ncclsafe.rules.kit.timeline import Signature, Timeline, minority, signature, stack_of
 from lightning_ncclsafe.rules.kit.user_lines import in_own_call

@@ -1,0 +1,99 @@
+"""What the frames of a stack show: the user's own lines, the Trainer's start, and how far two stacks have come."""
+
+import re
+from collections.abc import Iterable
+from dataclasses import replace
+
+from lightning_ncclsafe.code import libraries
+from lightning_ncclsafe.code.libraries import Code
+from lightning_ncclsafe.facts import Branch, Decides, Frame
+
+# Reading a device's result in Python waits for everything queued on the device, including collectives.
+_SYNC = re.compile(r"\.(?:item|cpu|tolist|numpy)\(|synchronize\(|\.to\(|\bfloat\(|\bint\(|\bbool\(")
+
+
+def is_in(code: Code, stack: Iterable[Frame]) -> bool:
+    """Whether any of these frames is in this code."""
+    return any(code.has(frame.file, frame.function) for frame in stack)
+
+
+def deepest_user_frame(stack: tuple[Frame, ...]) -> Frame | None:
+    """The innermost frame of the user's own code."""
+    return next((frame for frame in reversed(stack) if frame.user), None)
+
+
+def first_user_frame(stacks: Iterable[tuple[Frame, ...]]) -> Frame | None:
+    """The innermost frame of the user's own code on the first of these stacks that has one."""
+    return next((frame for stack in stacks if (frame := deepest_user_frame(stack)) is not None), None)
+
+
+def below_user(stack: tuple[Frame, ...]) -> tuple[Frame, ...]:
+    """The frames below the user's innermost line."""
+    return stack[last_user(stack) + 1 :]
+
+
+def last_user(stack: tuple[Frame, ...]) -> int:
+    """Index of the innermost frame of the user's own code; -1 if there is none."""
+    return max((depth for depth, frame in enumerate(stack) if frame.user), default=-1)
+
+
+def starts_trainer(frame: Frame) -> bool:
+    """Whether this frame is where a Trainer starts to run."""
+    return libraries.TRAINER_RUN.has(frame.file, frame.function)
+
+
+def trainer_start(stack: tuple[Frame, ...]) -> int:
+    """Index of the frame in which the Trainer starts to run; 0 if there is none.
+
+    The frames outside of it (a sweep agent, ``if rank != -1: main()``) show nothing about what the rank is doing.
+    """
+    return next((index for index, frame in enumerate(stack) if starts_trainer(frame)), 0)
+
+
+def inside_trainer(stack: tuple[Frame, ...]) -> tuple[Frame, ...]:
+    """The frames from the one in which the Trainer starts to run; all of them if there is none."""
+    return stack[trainer_start(stack) :]
+
+
+def looks_like_device_sync(frame: Frame) -> bool:
+    """Whether the line reads a value back from a device, or synchronises with one."""
+    return _SYNC.search(frame.code) is not None
+
+
+def depth_passed(own: tuple[Frame, ...], other: tuple[Frame, ...]) -> int | None:
+    """Depth of the user's function in which one stack is further down than another, reached by the same calls; or None.
+
+    The first rank is past the line that the other one is at.
+    """
+    for depth, (one, two) in enumerate(zip(own, other, strict=False)):
+        if (one.file, one.function) != (two.file, two.function):
+            return None
+        if one.line != two.line:
+            return depth if one.user and one.line > two.line else None
+    return None
+
+
+def is_before(other: tuple[Frame, ...], own: tuple[Frame, ...]) -> bool:
+    """Whether one stack has yet to reach the line at which another is in the same function, and no loop leads back."""
+    depth = depth_passed(own, other)
+    return depth is not None and not any(
+        loop.line <= other[depth].line <= loop.until for loop in _loops_around(own[depth])
+    )
+
+
+def loop_left(own: tuple[Frame, ...], other: tuple[Frame, ...]) -> Frame | None:
+    """The outermost loop, at its first line, that one stack is past and another is in; None if there is none."""
+    depth = depth_passed(own, other)
+    if depth is None:
+        return None
+    common = _loops_around(own[depth])
+    for frame in other[depth:]:
+        if frame.user and (loops := [loop for loop in _loops_around(frame) if loop not in common]):
+            code = loops[-1].test.rpartition("  (line ")[0]
+            return replace(frame, line=loops[-1].line, code=code)
+    return None
+
+
+def _loops_around(frame: Frame) -> list[Branch]:
+    """The loops around a frame's line whose number of passes may differ between ranks, from outside in."""
+    return [branch for branch in frame.branches if branch.on is Decides.PASSES and not branch.jump]
