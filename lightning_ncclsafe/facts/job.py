@@ -220,6 +220,8 @@ class JobFacts:
         outdated: Ranks whose dumps are of an earlier moment than the others', and were left out, ascending.
         left_out: Ranks whose dumps were left out because they are of another run, or because other ranks have written
             them than their names say, ascending.
+        moved: A rank that made progress again before the facts of all others were taken, so that these are of different
+            moments; None if there is none.
         log: What logs contain beyond single ranks.
         elsewhere: Ranks on hosts that were not inspected, ascending.
     """
@@ -237,6 +239,7 @@ class JobFacts:
     is_sized: bool = True
     outdated: tuple[int, ...] = ()
     left_out: tuple[int, ...] = ()
+    moved: int | None = None
     log: LogFacts = field(default_factory=LogFacts)
     elsewhere: tuple[int, ...] = field(default=(), metadata={"ranges": True})
 

@@ -82,6 +82,7 @@ class Gathering:
         peers: The other ranks of this host.
         is_dropped: Whether the round has become pointless; it then ends without a verdict.
         publish_info: Whether ranks have published their info on this exchange if they watch.
+        has_moved: Whether this rank has made progress since its answer, and none for long before.
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class Gathering:
         witness: Callable[[Iterable[RankInfo]], list[ProcessFacts]],
         is_dropped: Callable[[], bool] = lambda: False,
         publish_info: bool = False,
+        has_moved: Callable[[], bool] = lambda: False,
     ) -> None:
         self._exchange = exchange
         self._key = f"round/{round_number}"
@@ -105,6 +107,8 @@ class Gathering:
         self._witness = witness
         self._is_dropped = is_dropped
         self._publish_info = publish_info
+        self._has_moved = has_moved
+        self._move_is_noted = False
         self._began = time.monotonic()
         # Many ranks take longer to write to one store: some 0.3 ms each.
         self._answer_s = ANSWER_S + world_size / 1000
@@ -146,12 +150,31 @@ class Gathering:
         """
         # The first rank may report at once, the next one after the time that an answer takes, and so on.
         return wait_for(
-            lambda: None if self._is_dropped() else self._read_verdict() or self._take_turn(incident, report),
+            lambda: None if self._is_dropped() else self._follow(incident, report),
             deadline_s=self._second_term_s + self._report_s / 2 - self._waited_s(),
             poll_s=self._poll_s,
             give_up=self._is_dropped,
             forgive=self._exchange,
         )
+
+    def _follow(self, incident: Incident, report: Callable[[JobFacts], Verdict]) -> Verdict | None:
+        self._note_move()
+        return self._read_verdict() or self._take_turn(incident, report)
+
+    def _note_move(self) -> None:
+        """Publishes that this rank makes progress again, unless another one has done so before."""
+        if not self._move_is_noted and self._has_moved():
+            self._move_is_noted = True
+            self._exchange.set_if_absent(self._moved_key, f"{self._rank} {time.time_ns()}".encode())
+
+    def _moved(self) -> int | None:
+        """The first rank that made progress again, if that was before the facts of another one were taken."""
+        noted = self._exchange.get_many([self._moved_key]).get(self._moved_key, b"").split()
+        if not noted:
+            return None
+        rank, moved_ns = map(int, noted)
+        is_early = any(facts.taken_ns > moved_ns for facts in self._answers.values() if facts.rank != rank)
+        return rank if is_early else None
 
     def _read_verdict(self) -> Verdict | None:
         verdict = self._exchange.get_many([self._verdict_key]).get(self._verdict_key)
@@ -189,7 +212,8 @@ class Gathering:
             # The store uses rank 0's memory. The reporter may still check whether this rank has seen this verdict, but
             # no longer that of the round before.
             seen_before = f"{self._key_before}/seen/{self._rank}"
-            self._exchange.delete((self._facts_key(self._rank), self._here_key(self._rank), seen_before))
+            own = (self._facts_key(self._rank), self._here_key(self._rank), seen_before)
+            self._exchange.delete(own if seen else (*own, self._moved_key))
 
     def _seen_key(self, rank: int) -> str:
         return f"{self._key}/seen/{rank}"
@@ -205,6 +229,10 @@ class Gathering:
     @property
     def _verdict_key(self) -> str:
         return f"{self._key}/verdict"
+
+    @property
+    def _moved_key(self) -> str:
+        return f"{self._key}/moved"
 
     def _here_key(self, rank: int) -> str:
         """The key that shows whether a rank has answered: reading its facts takes many times as long."""
@@ -244,6 +272,7 @@ class Gathering:
             ranks=tuple(self._answers[rank] for rank in sorted(self._answers)),
             witnessed=tuple(seen for rank, seen in sorted(self._witnessed.items()) if self._is_needed(seen)),
             absent=self._absent(),
+            moved=self._moved(),
             missing=(*missing, *filter(None, [self._exchange.lost])),
         )
 
@@ -260,6 +289,7 @@ class Gathering:
     def _is_complete(self) -> bool:
         # Measured before reading: all answers given by the deadline are read, however long that takes.
         waited_s = self._waited_s()
+        self._note_move()
         self._read_answers(self._facts_key)
         silent = [rank for rank in self._silent() if rank not in self._unread]
         if self._gone.issuperset(silent) or self._is_dropped() or waited_s > self._answer_s + PATIENCE_S:

@@ -4,7 +4,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from lightning_ncclsafe.exchange import ExchangeError
-from lightning_ncclsafe.facts import Incident, IncidentKind, JobFacts
+from lightning_ncclsafe.facts import Incident, IncidentKind, JobFacts, RankFacts
 from lightning_ncclsafe.guard.ended_run import EndedRun
 from lightning_ncclsafe.guard.ending import AT_LIMIT_S
 from lightning_ncclsafe.guard.gathering import Gathering
@@ -15,6 +15,8 @@ from lightning_ncclsafe.guard.shared import GuardedRank, IncidentEntry
 from lightning_ncclsafe.guard.stuck import StuckDetector
 from lightning_ncclsafe.rules.kit.activity import activity
 
+# A rank that has made no progress for this share of the time for which the first one has is part of the same stall.
+_AS_LONG = 0.5
 # By how much time exceptions of ranks that all raise the same may differ, so that they do not look like one rank's.
 _SAME_EXCEPTION_S = 2.0
 
@@ -91,7 +93,9 @@ class Participation:
             state.main_thread_left.wait(_SAME_EXCEPTION_S)
         # Does nothing once all ranks have published their info.
         self._local_ranks.search()
+        position = self._own.probe.position()
         facts = self._own.probe.look(idle_s)
+        is_held_up = _is_held_up(incident, facts)
         gathering = Gathering(
             connection.exchange,
             round_number=connection.log.number,
@@ -101,6 +105,7 @@ class Participation:
             witness=self._own.probe.witness,
             is_dropped=lambda: state.is_off or connection.is_superseded,
             publish_info=connection.has_joined,
+            has_moved=lambda: is_held_up and self._own.probe.position() != position,
         )
         try:
             gathering.publish(facts)
@@ -125,3 +130,9 @@ class Participation:
         is_same = known is not None and known.incident.number == job.incident.number
         verdict = self._reporter.report(self._rank_hosts.complete(job), known=known if is_same else None)
         return replace(verdict, reported_on=self._own.probe.info.host)
+
+
+def _is_held_up(incident: Incident, facts: RankFacts) -> bool:
+    """Whether a rank is part of a stall: has made no progress for about as long as the one that reported it."""
+    is_stall = incident.kind in (IncidentKind.SUSPECT, IncidentKind.TIMEOUT)
+    return is_stall and facts.progress.idle_s >= _AS_LONG * incident.idle_s

@@ -49,6 +49,7 @@ def judge(job: JobFacts, rules: Sequence[Rule[Any]] = HANG_RULES) -> Diagnosis:
     missing = unknowns(job)
     others = Findings(every)
     kept = [(rule, finding) for rule, finding in every if not rule.is_superseded(finding, others)]
+    kept = [(rule, _as_of_moments(rule, finding, job)) for rule, finding in kept]
     kept = sorted(kept, key=lambda pair: _CONFIDENCES.index(pair[1].confidence))
     findings = with_threads(with_caught(kept, job), job)
     if kept and _has_own_remedy(*kept[0], job):
@@ -56,6 +57,14 @@ def judge(job: JobFacts, rules: Sequence[Rule[Any]] = HANG_RULES) -> Diagnosis:
     findings = [_with_hosts(finding, job) for finding in _with_past_lateness(findings, job)]
     forget()
     return Diagnosis(job=job, findings=tuple(findings), unanswered=(*missing, *failures))
+
+
+def _as_of_moments(rule: Rule[Any], finding: Finding, job: JobFacts) -> Finding:
+    """The same finding; no more than possible if it compares ranks whose facts are of different moments."""
+    # Machines are judged by what happened over some time, and an exception stays what it is.
+    if job.moved is None or _has_own_remedy(rule, finding, job):
+        return finding
+    return replace(finding, confidence=Confidence.POSSIBLE)
 
 
 def _has_own_remedy(rule: Rule[Any], finding: Finding, job: JobFacts) -> bool:

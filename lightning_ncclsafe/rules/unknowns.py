@@ -75,6 +75,7 @@ def unknowns(job: JobFacts) -> tuple[str, ...]:
         return (*job.missing, *_of_recordings(job), *_device_state(view))
     return (
         *_silence(view),
+        *_moved(job),
         *_elsewhere(view),
         *_recorder(view),
         *job.missing,
@@ -89,6 +90,14 @@ def _silence(view: Timeline) -> Iterator[str]:
     elif view.silent:
         names = ranks_words(view.silent)
         yield f"{capitalised(names)} did not answer: what {verb(view.silent, 'it does', 'they do')} is unknown."
+
+
+def _moved(job: JobFacts) -> Iterator[str]:
+    if job.moved is not None:
+        yield (
+            f"Rank {job.moved} made progress again before all ranks had answered, so their facts are of different "
+            "moments: a cause that compares ranks is at most possible."
+        )
 
 
 def _elsewhere(view: Timeline) -> Iterator[str]:

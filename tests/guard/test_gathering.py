@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import pytest
+from polling import until
 
 from lightning_ncclsafe.exchange import ExchangeError, MemoryExchange, SharedMemory
 from lightning_ncclsafe.facts import (
@@ -48,7 +49,13 @@ def facts_of(rank: int, **more: object) -> RankFacts:
     return RankFacts(rank=rank, progress=Progress(phase=Phase.TRAIN), **more)  # type: ignore[arg-type]
 
 
-def part_of(exchange: MemoryExchange, rank: int, world_size: int, round_number: int = 0) -> Gathering:
+def part_of(
+    exchange: MemoryExchange,
+    rank: int,
+    world_size: int,
+    round_number: int = 0,
+    has_moved: Callable[[], bool] = bool,
+) -> Gathering:
     return Gathering(
         exchange,
         round_number=round_number,
@@ -57,6 +64,7 @@ def part_of(exchange: MemoryExchange, rank: int, world_size: int, round_number: 
         peers=(),
         witness=lambda _: [],
         is_dropped=bool,
+        has_moved=has_moved,
     )
 
 
@@ -268,3 +276,32 @@ def test_a_deadline_that_is_missed_costs_no_answer_and_no_second_report() -> Non
     verdicts = hold_all(6, range(6), lambda rank: BusyExchange(shared, rank))
     assert {verdict.answer for verdict in verdicts.values() if verdict} == {"6 of 6: "}
     assert len(verdicts) == 6
+
+
+@pytest.mark.parametrize("mover", [0, 1])
+@pytest.mark.parametrize("is_early", [True, False])
+def test_progress_before_the_last_answer_is_noted(mover: int, is_early: bool) -> None:
+    shared, ranks = SharedMemory(), range(3)
+    moves_ns = time.time_ns()
+    taken_ns = {rank: moves_ns - 1_000_000_000 for rank in ranks}
+    if is_early:
+        taken_ns[2] = moves_ns + 60_000_000_000
+    # Its own answer is of before it moved, or the mover is not one.
+    parts = [part_of(MemoryExchange(shared), rank, 3, has_moved=lambda rank=rank: rank == mover) for rank in ranks]
+    for rank, part in enumerate(parts):
+        part.publish(facts_of(rank, taken_ns=taken_ns[rank]))
+    jobs: list[JobFacts] = []
+
+    def reported(job: JobFacts) -> Verdict:
+        jobs.append(job)
+        return told(job)
+
+    threads = [threading.Thread(target=part.hold, args=(INCIDENT, reported)) for part in parts]
+    for thread in reversed(threads):
+        thread.start()
+        if thread is threads[1] and mover == 1:
+            until(lambda: "round/0/moved" in shared.values)
+    for thread in threads:
+        thread.join(30)
+    assert [job.moved for job in jobs] == [mover if is_early else None]
+    assert "round/0/moved" not in shared.values
