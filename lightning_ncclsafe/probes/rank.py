@@ -3,6 +3,7 @@
 import math
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from contextlib import suppress
@@ -50,7 +51,7 @@ from lightning_ncclsafe.probes.process.growth import (
     with_core_shares,
 )
 from lightning_ncclsafe.probes.process.last_seen import LastSeenFile
-from lightning_ncclsafe.probes.process.main_thread import look_at_main_thread
+from lightning_ncclsafe.probes.process.main_thread import look_at_main_thread, thread_ran_s
 from lightning_ncclsafe.probes.process.traceback_signal import Armed
 from lightning_ncclsafe.probes.trainer import model_units
 from lightning_ncclsafe.probes.trainer.actions import ActionTracker
@@ -63,6 +64,8 @@ _WORKERS_ASKED = 4
 _NOTE_S = 2.0
 # Two looks are timed separately from the looks themselves.
 _SLACK_S = 0.01
+# What hangs in a call of the system does not run at all; on a host that is starved, everything runs a little.
+_RUNS_S = 0.01
 # The longest look, on a host that is starved: less than the patience of the rank that gathers the facts.
 _LONGEST_LOOK_S = 2.0
 _NOT_ARMED = Armed(signum=0, fd=-1)
@@ -223,8 +226,8 @@ class RankProbe:
     def look(self, idle_s: float, *, deadline_s: float = 0.5) -> RankFacts:
         """All facts. Those that need storage or other processes have a deadline, and are left out if they miss it.
 
-        On a starved host, all are slow although nothing hangs: as long as some arrive, it waits for the others, up to
-        2 s in all.
+        On a starved host, all are slow although nothing hangs: as long as some arrive, or are being worked on, it waits
+        for the others, up to 2 s in all.
 
         Args:
             idle_s: Seconds since this rank last made progress.
@@ -387,19 +390,25 @@ class RankProbe:
     def _run(
         self, probes: dict[str, Callable[[], Any]], parts: dict[str, Any], missing: list[str], deadline_s: float
     ) -> None:
+        at_work: list[int] = []
+
         def run() -> None:
+            at_work.append(threading.get_native_id())
             for name, probe in probes.items():
                 parts[name] = _try(probe, None, name, missing)
 
         if self._slow_look.is_busy:
             return  # a probe hangs, on a dead mount for instance
         self._slow_look.begin(run)
-        ends_s, answered = time.monotonic() + _LONGEST_LOOK_S, -1
-        while answered < len(parts) and time.monotonic() < ends_s:
-            answered = len(parts)
+        ends_s, answered, ran_s, goes_on = time.monotonic() + _LONGEST_LOOK_S, 0, 0.0, True
+        while goes_on and time.monotonic() < ends_s:
             with suppress(UnansweredError):
                 self._slow_look.answer(deadline_s)
                 return
+            before, ran_before_s = answered, ran_s
+            answered, ran_s = len(parts), max(map(thread_ran_s, at_work), default=0.0)
+            # A thread that has not begun yet waits for a core.
+            goes_on = not at_work or answered > before or ran_s >= ran_before_s + _RUNS_S
 
 
 def _sourced(error: ExceptionFacts | None) -> ExceptionFacts | None:

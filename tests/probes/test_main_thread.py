@@ -1,14 +1,16 @@
-"""For how long another process's main thread has not run."""
+"""For how long a thread has run, or another process's main thread has not."""
 
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
+from polling import until
 
-from lightning_ncclsafe.probes.process.main_thread import look_at_main_thread, slept_s
+from lightning_ncclsafe.probes.process.main_thread import look_at_main_thread, slept_s, thread_ran_s
 
 ONE = "train (1, #threads: 4)\n---\nse.exec_start                                :  {:.6f}\nse.vruntime   :  7.0\n"
 
@@ -52,3 +54,11 @@ def test_a_waiting_process_has_slept_and_a_running_one_has_not() -> None:
     own_s = slept_s(os.getpid())
     assert own_s is not None and own_s < 1.0
     assert slept_s(999_999_999) is None
+
+
+def test_how_long_a_thread_has_run_is_known_of_one_that_computes() -> None:
+    own = threading.get_native_id()
+    before_s = thread_ran_s(own)
+    until(lambda: thread_ran_s(own) > before_s)
+    assert thread_ran_s(own) < time.process_time() + 1.0
+    assert thread_ran_s(2**22 + 1) == 0.0

@@ -164,6 +164,28 @@ def test_slow_probes_are_awaited_while_some_answer(monkeypatch: pytest.MonkeyPat
     assert deadlines == [0.5, 0.5]
 
 
+def test_a_slow_probe_that_computes_is_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On an overloaded host a probe may get so little of a core that it misses a deadline, and another one."""
+    deadlines: list[float] = []
+
+    class Late(SideThread):
+        def answer(self, within_s: float) -> object:
+            deadlines.append(within_s)
+            if len(deadlines) < 3:
+                raise UnansweredError
+            return super().answer(AMPLE_S)
+
+    ran_s = iter((0.02, 0.04))
+    monkeypatch.setattr(rank, "SideThread", Late)
+    monkeypatch.setattr(rank, "thread_ran_s", lambda thread_id: next(ran_s))
+    monkeypatch.setattr(rank.TrainerProbe, "facts", lambda _: until(lambda: len(deadlines) == 3))
+    made = RankProbe(rank=3, local_rank=1, tracker=ActionTracker(), trainer=TrainerProbe(SimpleNamespace()))
+    with closing(made):
+        facts = made.look(1.0)
+    assert facts.missing == () and facts.versions["torch"]
+    assert len(deadlines) == 3
+
+
 def test_a_failing_probe_is_reported_and_the_others_run(probe: RankProbe, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HostProbe, "read", fail)
     monkeypatch.setattr(flight_recorder.FlightRecorder, "read", fail)

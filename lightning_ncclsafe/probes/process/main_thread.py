@@ -111,6 +111,16 @@ def started_at(pid: int) -> int | None:
     return or_none(lambda: int(_stat(_PROC / str(pid))[_STARTED_FIELD]))
 
 
+def thread_ran_s(thread_id: int) -> float:
+    """CPU seconds of a thread of this process; 0 if there is none, or that is unreadable.
+
+    Args:
+        thread_id: Its native id.
+    """
+    own, _ = or_none(lambda: _turns_s(_PROC / "self" / "task" / str(thread_id))) or (None, None)
+    return own or 0.0
+
+
 def wait_channel(folder: Path) -> str:
     """The kernel function that a process or thread sleeps in; empty if it does not sleep, or that is unreadable.
 

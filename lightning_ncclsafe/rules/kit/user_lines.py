@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from lightning_ncclsafe.facts import Branch, Collective, Decides, Frame, Phase
+from lightning_ncclsafe.facts import Branch, Collective, Decides, Frame, Phase, Progress
 from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding
 from lightning_ncclsafe.rules.kit.frames import deepest_user_frame, first_user_frame, inside_trainer, trainer_start
 from lightning_ncclsafe.rules.kit.rule import once
@@ -204,10 +204,25 @@ def decision(view: Timeline, location: str) -> DecidingBranches | None:
     to_call = max((*(stacks[rank] for rank in there), made.stack), key=len)
     # If the recorder shows no difference, the ranks that are elsewhere now.
     others = made.fewer or (stacks.keys() - there if there else frozenset())
-    instead = {stacks[rank]: None for rank in sorted(others - there) if rank in stacks}
+    called_in = [view.facts[rank].progress for rank in there if rank in view.facts]
+    instead = {
+        stacks[rank]: None
+        for rank in sorted(others - there)
+        if rank in stacks and not _is_in_later_batch(view, rank, called_in)
+    }
     branches = leading_branches(branches_around(to_call, before=made.before, instead=instead)) if others else ()
     around = tuple(sorted((others - there) & view.facts.keys()))
     return DecidingBranches(to_call[-1], branches, around) if branches else None
+
+
+def _is_in_later_batch(view: Timeline, rank: int, called_in: Iterable[Progress]) -> bool:
+    """Whether a rank is in a later batch than those at a call: then it is in another run of the same functions."""
+    if rank not in view.facts:
+        return False
+    own = view.facts[rank].progress
+    return any(
+        own.phase is other.phase and (own.epoch, own.batch_idx) > (other.epoch, other.batch_idx) for other in called_in
+    )
 
 
 def _user_frames(stack: Iterable[Frame]) -> _Stack:
