@@ -181,6 +181,8 @@ class StepFacts:
         without_gradient_count: Their number.
         unused_at: ``"file:line in forward"`` of the line that skipped the part of the model with the first of these, if
             only one line may have; else of the line that uses it; empty if the user's modules do not name it.
+        other_size: Name of the parameter that has another size on this rank than on rank 0, if DDP has raised that.
+        other_size_at: ``"file:line in __init__"`` of the user's line that makes it; empty if unknown.
         frozen: Names of parameters that required a gradient when training began, and no longer do: the first 8.
         frozen_at: ``"file:line in on_train_epoch_end"`` of each line that may have frozen them; searched only then.
         logged: Keys that were logged with ``sync_dist=True``, or as a metric, in the order of their first use.
@@ -224,6 +226,8 @@ class StepFacts:
     without_gradient: tuple[str, ...] = ()
     without_gradient_count: int = 0
     unused_at: str = ""
+    other_size: str = ""
+    other_size_at: str = ""
     frozen: tuple[str, ...] = ()
     frozen_at: tuple[str, ...] = ()
     logged: tuple[LoggedKey, ...] = ()

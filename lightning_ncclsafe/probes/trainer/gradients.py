@@ -1,4 +1,4 @@
-"""Finds trained parameters without a gradient, and the line where user code leaves them out."""
+"""Finds parameters that DDP complains about, and the line of user code: that leaves them out, or that makes them."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -8,6 +8,7 @@ from lightning_ncclsafe.probes.trainer.source_lines import BEFORE_TRAINING, Hook
 
 # DDP numbers the parameters that required a gradient when it was created.
 _NO_GRADIENT = re.compile(r"indices which did not receive grad for rank \d+:((?: \d+)+)")
+_OTHER_SIZE = re.compile(r"params\[(\d+)\] in this process with sizes")
 # Lightning divides a loss by the number of batches that accumulate, and a precision may scale it.
 _MOST_OPERATIONS = 4
 
@@ -27,6 +28,28 @@ def named_by_ddp(error: str, trained: Sequence[str]) -> list[str]:
     named = _NO_GRADIENT.search(error)
     numbers = map(int, named[1].split()) if named else ()
     return [trained[number] for number in numbers if number < len(trained)]
+
+
+def of_other_size(error: str, module: Any) -> str:
+    """The parameter that has another size on this rank than on rank 0, according to an error of DDP; else empty.
+
+    Args:
+        error: Text of the exception.
+        module: The module that DDP was to wrap.
+    """
+    named = _OTHER_SIZE.search(error)
+    names = trained_parameters(module) if named is not None and module is not None else []
+    return names[int(named[1])] if named is not None and int(named[1]) < len(names) else ""
+
+
+def made_at(module: Any, parameter: str) -> str:
+    """The line of user code that sets the innermost part of the model with a parameter; empty if unknown."""
+    owners, parts = [module], parameter.split(".")
+    for part in parts[:-1]:
+        owners.append(getattr(owners[-1], part, None))
+    inside_out = [*zip(owners, parts, strict=True)][::-1]
+    places = (place for owner, part in inside_out for source in sources_in([owner]) for place in source.sets([part]))
+    return next(places, "")
 
 
 def without_gradient(module: Any) -> list[str]:

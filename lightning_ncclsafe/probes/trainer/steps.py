@@ -24,7 +24,9 @@ from lightning_ncclsafe.probes.process.stacks import (
 from lightning_ncclsafe.probes.trainer.gradients import (
     is_from_nothing,
     left_out_at,
+    made_at,
     named_by_ddp,
+    of_other_size,
     trained_parameters,
     without_gradient,
 )
@@ -160,6 +162,7 @@ class StepRecord:
         runs = passes["passes"]
         module = getattr(self._trainer, "lightning_module", None)
         missing = named_by_ddp(error, self._trained) or without_gradient(module)
+        differing = of_other_size(error, module)
         frozen = self._frozen(module)
         makes_group = any(True for _ in main_thread_frames(GROUP_CREATION))
         users = [module, *trainer_callbacks(self._trainer)]
@@ -178,6 +181,8 @@ class StepRecord:
             without_gradient=tuple(missing[:_MOST_NAMES]),
             without_gradient_count=len(missing),
             unused_at=left_out_at(module, missing) if missing else "",
+            other_size=differing,
+            other_size_at=made_at(module, differing) if differing else "",
             frozen=tuple(frozen[:_MOST_NAMES]),
             frozen_at=lines_in(users, HookSource.freezes) if frozen else (),
             logged=tuple(logged_keys(self._trainer, module)),

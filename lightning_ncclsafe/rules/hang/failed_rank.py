@@ -20,6 +20,8 @@ from lightning_ncclsafe.rules.kit import (
     batch_words,
     call_evidence,
     calls_words,
+    capitalised,
+    clause,
     deepest_user_frame,
     exception_evidence,
     exception_place,
@@ -32,8 +34,10 @@ from lightning_ncclsafe.rules.kit import (
     location_of,
     ranks_words,
     short_location,
+    short_place,
     trainer_start,
     type_and_place,
+    under_words,
     while_others_wait,
 )
 
@@ -126,13 +130,15 @@ def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
     split = _other_data(view, ranks)
     mixed = _mixed_words(view, split, ranks[0]) if split is not None else ""
     line = frame or (deepest_user_frame(split.calls[ranks[0]].stack) if split is not None else None)
+    # It was raised in a library, but the message names something of the user's.
+    named, named_at = _named(ranks, facts, exception) if line is None else ("", "")
     return finding(
         view,
         ranks,
-        joined((text, mixed)),
+        joined((text, mixed, named)),
         severity=Severity.ERROR,
         confidence=Confidence.CERTAIN if split is None else Confidence.LIKELY,
-        location=location_of(line),
+        location=named_at or location_of(line),
         evidence=(
             *(item for rank in ranks[:8] for item in exception_evidence(view.facts[rank])),
             *(call_evidence(split) if split is not None else ()),
@@ -153,6 +159,23 @@ def _mixed_words(view: Timeline, split: Divergence, rank: int) -> str:
     line = deepest_user_frame(split.calls[rank].stack)
     at = f", rank {rank} at {short_location(line)}" if line else ""
     return f"Before that, {calls_words(view, split)} as number {split.seq}{at}, so they received other data than meant."
+
+
+def _named(ranks: tuple[int, ...], facts: RankFacts, exception: ExceptionFacts) -> tuple[str, str]:
+    """A sentence about what an exception of a library names, and the user's line of it; empty if that is unknown.
+
+    It is a key that a callback misses, as some ranks have never logged it, or the parameter that has another size.
+    """
+    keys = (key for key in facts.steps.unmonitored if key.place and key.name in exception.message)
+    if (key := next(keys, None)) is not None:
+        logged = f"{capitalised(clause(ranks, 'has|have never logged'))} {key.name!r}"
+        under = f", {under_words(key.rank_condition)}" if key.rank_condition else ""
+        return f"{logged}, which is logged at {short_place(key.place)}{under}.", key.place
+    if facts.steps.other_size:
+        place = facts.steps.other_size_at
+        made = f", made at {short_place(place)}" if place else ""
+        return f"This is the parameter {facts.steps.other_size!r}{made}.", place
+    return "", ""
 
 
 def _raised_words(exception: ExceptionFacts) -> str:

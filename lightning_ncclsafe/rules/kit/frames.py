@@ -94,6 +94,12 @@ def loop_left(own: tuple[Frame, ...], other: tuple[Frame, ...]) -> Frame | None:
     return None
 
 
+def is_in_loop_below(own: tuple[Frame, ...], other: tuple[Frame, ...]) -> bool:
+    """Whether another stack is in a loop of a function that it has called at the very line that one stack is at."""
+    is_below = [frame.line for frame in own] == [frame.line for frame in other[: len(own)]]
+    return is_below and any(frame.user and _loops_around(frame) for frame in other[len(own) :])
+
+
 def _loops_around(frame: Frame) -> list[Branch]:
     """The loops around a frame's line whose number of passes may differ between ranks, from outside in."""
     return [branch for branch in frame.branches if branch.on is Decides.PASSES and not branch.jump]

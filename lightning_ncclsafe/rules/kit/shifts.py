@@ -1,14 +1,14 @@
 """Calls in a group that only some ranks have made, so that all later calls are shifted, as the recorder shows."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning_ncclsafe.code.libraries import JOIN
 from lightning_ncclsafe.facts import Collective, Frame
-from lightning_ncclsafe.rules.kit.frames import deepest_user_frame, inside_trainer, is_in, loop_left
+from lightning_ncclsafe.rules.kit.frames import deepest_user_frame, inside_trainer, is_in, is_in_loop_below, loop_left
 from lightning_ncclsafe.rules.kit.rule import once
-from lightning_ncclsafe.rules.kit.timeline import Timeline, signature
+from lightning_ncclsafe.rules.kit.timeline import ROOTED, Timeline, signature
 from lightning_ncclsafe.rules.kit.wording import at_words, call_words, ranks_words, under_words
 
 # A rank makes a few calls more or fewer, for one metric or one save; larger shifts would match any loop.
@@ -80,11 +80,19 @@ def shift(view: Timeline, group: str) -> Shift | None:
         here = {rank: calls[index] for rank, calls in aligned.items() if index < len(calls)}
         if any(not call.site for call in here.values()):
             return None
-        if len({call.site for call in here.values()}) > 1:
+        if len({call.site for call in here.values()}) > 1 and not _differ_by_root(view, here):
             shift_here = _shift_at(aligned, index, tuple(here))
             if shift_here is not _BRANCH:
                 return shift_here
     return None
+
+
+def _differ_by_root(view: Timeline, calls: Mapping[int, Collective]) -> bool:
+    """Whether all have made one call there with a root, for which torch has the root go another way."""
+    callers = Counter(call.site for call in calls.values())
+    lines = {tuple((frame.file, frame.line) for frame in _users(view.with_stack(call))) for call in calls.values()}
+    is_same = len({call.op for call in calls.values()}) == 1 and len(lines) == 1
+    return is_same and next(iter(calls.values())).op in ROOTED and len(callers) == 2 and min(callers.values()) == 1
 
 
 @once
@@ -132,7 +140,8 @@ def _shift_at(aligned: dict[int, list[Collective]], index: int, ranks: tuple[int
     count = _distance(own, theirs)
     if count is None:
         is_one_call = len({aligned[rank][index].site for rank in few}) == 1
-        if is_one_call and (in_loop := _in_loop_left(few, many, own[0], theirs[0], is_majority)) is not None:
+        in_loop = _in_loop_left(few, many, own[0], theirs[0], before, is_majority) if is_one_call else None
+        if in_loop is not None:
             return in_loop
         return (
             _in_one_call(few, many, own[0], theirs[0], before)
@@ -167,12 +176,20 @@ def _shift_by_join(calls: dict[int, Collective], shadowing: tuple[int, ...]) -> 
 
 
 def _in_loop_left(
-    few: tuple[int, ...], many: tuple[int, ...], own: Collective, theirs: Collective, is_majority: bool
+    few: tuple[int, ...],
+    many: tuple[int, ...],
+    own: Collective,
+    theirs: Collective,
+    before: _Calls,
+    is_majority: bool,
 ) -> Shift | None:
     """The shift if one side has left a loop of the user's, and the other side calls there once more."""
     ranks = few if is_majority else tuple(sorted((*few, *many)))
     for call, past, callers, others in ((own, theirs, few, many), (theirs, own, many, few)):
-        if loop_left(_users(past), _users(call)) is not None:
+        own_lines, other_lines = _users(past), _users(call)
+        # All have made their last call in the loop, too.
+        was_inside = bool(before) and before[-1].site == call.site and is_in_loop_below(own_lines, other_lines)
+        if was_inside or loop_left(own_lines, other_lines) is not None:
             frame = deepest_user_frame(call.stack)
             return Shift(ranks=ranks, call=call, callers=callers, others=others, count=0, frame=frame)
     return None
