@@ -93,6 +93,7 @@ class TrainerFacts:
         validates_at: ``"file:line in hook"`` of the lines there that set after which batches or epochs validation runs;
             the first 8.
         batches_begun: Training batches of this epoch that have begun.
+        batches_before: Training batches of all earlier epochs; None if unknown.
         batches: The number of batches of the epoch; None if unknown.
         validated: Completed batches of its present or last validation, of all loaders together.
     """
@@ -105,6 +106,7 @@ class TrainerFacts:
     ended_at: tuple[str, ...] = ()
     validates_at: tuple[str, ...] = ()
     batches_begun: int = 0
+    batches_before: int | None = None
     batches: int | None = None
     validated: int = 0
 

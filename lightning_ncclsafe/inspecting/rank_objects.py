@@ -141,6 +141,7 @@ def _counted(interpreter: Interpreter, trainer: int, *, is_next: bool, is_new: b
             validates_by_clock=_validates_by_clock(interpreter, trainer),
             end=_end(interpreter, trainer, ready, last, steps),
             batches_begun=ready,
+            batches_before=total - ready if (total := some(*_TRAINING, "total", "ready")) else None,
             batches=some("fit_loop", "max_batches") or None,
             validated=some(*_VALIDATION, "current", "completed"),
         ),

@@ -133,6 +133,7 @@ class TrainerProbe:
         batches, count = trainer.fit_loop.epoch_loop.batch_progress, None
         with suppress(TypeError, ValueError, OverflowError):
             count = int(trainer.fit_loop.max_batches)
+        begun = 0 if self._is_between_epochs() else batches.current.ready
         end, now = _loop_end(trainer, count), self._read_settings() if self._settings else {}
         resumed = getattr(trainer, "ckpt_path", None)
         changed = {name: now.get(name, "None") for name in _ENDS if now.get(name) != self._settings.get(name)}
@@ -144,7 +145,8 @@ class TrainerProbe:
             end=end,
             ended_at=tuple(itertools.islice(_ending_lines(trainer, end, changed), MOST_LINES)),
             validates_at=tuple(itertools.islice(_lines_that_set(trainer, _VALIDATES_AT_ALL), MOST_LINES)),
-            batches_begun=0 if self._is_between_epochs() else batches.current.ready,
+            batches_begun=begun,
+            batches_before=batches.total.ready - begun,
             batches=count,
             validated=trainer.fit_loop.epoch_loop.val_loop.batch_progress.current.completed,
         )

@@ -15,6 +15,7 @@ from lightning_ncclsafe.rules.kit import (
     capitalised,
     clause,
     different_counts,
+    fewer_in_epoch,
     finding,
     hang_rule,
     joined,
@@ -82,7 +83,7 @@ def stopped_early(view: Timeline) -> Iterator[Finding]:
     early = out_of_data_first(view)
     trainers = {rank: facts.trainer for rank, facts in view.facts.items() if facts.trainer is not None}
     others = tuple(rank for rank in sorted(view.facts) if rank not in set(early))
-    if not early or trainers.keys() != view.facts.keys():
+    if not early or trainers.keys() != view.facts.keys() or fewer_in_epoch(view, early):
         return
     ends = {trainers[rank].end for rank in early}
     if validation := _validation(view, early, others, trainers):

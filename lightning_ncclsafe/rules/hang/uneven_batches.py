@@ -15,6 +15,8 @@ from lightning_ncclsafe.rules.kit import (
     batch_words,
     capitalised,
     clause,
+    epoch_lengths,
+    fewer_in_epoch,
     finding,
     hang_rule,
     joined,
@@ -179,6 +181,9 @@ def _ended(view: Timeline, rank: int) -> str:
     progress = view.facts[rank].progress
     is_counted = progress.is_last_batch or progress.phase is Phase.FINISHED
     is_in_another = progress.epoch > min(facts.progress.epoch for facts in view.facts.values())
+    if fewer_in_epoch(view, (rank,)):
+        lengths = epoch_lengths(view)
+        return f"after {lengths[rank]} batches of epoch {progress.epoch - 1}, of {max(lengths.values())} elsewhere"
     if progress.phase not in _TRAINING or (is_in_another and not is_counted):
         return f"it is at {batch_words(progress)}"
     # A loader may yield fewer batches than its length.

@@ -276,6 +276,35 @@ def without_validation(view: Timeline, continued: tuple[int, ...], still: tuple[
     return None not in trainers.values() and all(max(over, 1) <= count <= over + 1 for count, over in more)
 
 
+@once
+def epoch_lengths(view: Timeline) -> dict[int, int]:
+    """How many batches each rank had in the epoch of those that are behind; empty if some are still in its batches.
+
+    Also if some are further ahead than in the next epoch, or have not counted alike before.
+    """
+    trainers = {rank: facts.trainer for rank, facts in view.facts.items() if facts.trainer is not None}
+    epochs = {rank: facts.progress.epoch for rank, facts in view.facts.items()}
+    if trainers.keys() != epochs.keys() or {*epochs.values()} != {min(epochs.values()), min(epochs.values()) + 1}:
+        return {}
+    behind = [rank for rank, epoch in epochs.items() if epoch == min(epochs.values())]
+    before = {trainers[rank].batches_before for rank in behind}
+    known = [trainers[rank].batches_before for rank in epochs if rank not in behind]
+    start = before.pop() if len(before) == 1 else None
+    if start is None or None in known or not all(positions(view)[rank].stage > 0 for rank in behind):
+        return {}
+    return {
+        rank: one.batches_begun if rank in behind else (one.batches_before or 0) - start
+        for rank, one in trainers.items()
+    }
+
+
+def fewer_in_epoch(view: Timeline, ranks: Iterable[int]) -> bool:
+    """Whether these ranks are known to have had fewer batches in an epoch than each of the others."""
+    lengths, few = epoch_lengths(view), {*ranks}
+    others = [count for rank, count in lengths.items() if rank not in few]
+    return bool(others) and 0 < max(lengths[rank] for rank in few) < min(others)
+
+
 def _has_known_length(facts: RankFacts) -> bool:
     of_epoch = facts.trainer.batches if facts.trainer is not None else None
     return of_epoch is not None or any(loader.batches is not None for loader in facts.loaders[:1])
