@@ -80,7 +80,8 @@ def crossed_groups(view: Timeline) -> Iterator[Finding]:
         out of order, unless a condition on the rank precedes it in a function that ranks are in.
     """
     circle = _circle(_awaited(view))
-    if circle and not gathering_alone(view) and not _is_of_p2p(view, circle) and not _is_of_one_group(circle):
+    is_order = not (_is_of_p2p(view, circle) or _is_of_one_group(circle) or _is_of_new_call(view, circle))
+    if circle and not gathering_alone(view) and is_order:
         yield _finding(view, circle)
     elif not circle and (inspected := _circle(_awaited_by_inspection(view))):
         yield _inspected_finding(view, inspected)
@@ -104,6 +105,20 @@ def _is_of_one_group(circle: dict[int, tuple[str, int]]) -> bool:
     """Whether ranks wait for each other in two back ends of one process group, in which they have diverged."""
     groups = {group_and_backend(name)[0] for name, _ in circle.values()}
     return len(groups) == 1 and groups != {""}
+
+
+def _is_of_new_call(view: Timeline, circle: dict[int, tuple[str, int]]) -> bool:
+    """Whether some wait in a call of the user's that nobody has made before, and the others exchange the model as ever.
+
+    Then no order is wrong: only some ranks have come to that call.
+    """
+    calls = {rank: call for rank in circle if (call := view.activities[rank].collective) is not None}
+    own = [rank for rank in calls if in_own_call(view, rank) and not _is_of_model(view, rank)]
+    others = [rank for rank in circle if rank not in own]
+    sites = {call.site for facts in view.facts.values() for call in facts.collectives if call.completed}
+    are_usual = bool(others) and all(rank in calls and calls[rank].site in sites for rank in others)
+    are_new = bool(own) and all(calls[rank].site and calls[rank].site not in sites for rank in own)
+    return are_new and are_usual and all(_is_of_model(view, rank) for rank in others)
 
 
 def _awaited_in_creation(view: Timeline) -> dict[int, tuple[str, int]]:
