@@ -1,7 +1,7 @@
 """Calls in a group that only some ranks have made, so that all later calls are shifted, as the recorder shows."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning_ncclsafe.code.libraries import JOIN
@@ -151,7 +151,8 @@ def _shift_at(aligned: dict[int, list[Collective]], index: int, ranks: tuple[int
     if any(_distance(aligned[rank][index:], theirs) != count for rank in few):
         return None
     callers, others, call = (few, many, own[0]) if count > 0 else (many, few, theirs[0])
-    ranks = few if len(few) < len(many) else _odd_side(call, callers, others, before)
+    instead = theirs[0] if count > 0 else own[0]
+    ranks = few if len(few) < len(many) else _odd_side(call, instead, callers, others, before)
     return Shift(
         ranks=ranks,
         call=call,
@@ -280,12 +281,23 @@ def _alike(own: _Calls, theirs: _Calls) -> int:
 
 
 def _odd_side(
-    call: Collective, callers: tuple[int, ...], others: tuple[int, ...], before: Iterable[Collective]
+    call: Collective, instead: Collective, callers: tuple[int, ...], others: tuple[int, ...], before: _Calls
 ) -> tuple[int, ...]:
-    """Of two sides of equal size, the one that is out of step; both if nothing decides."""
+    """Of two sides of equal size, the one that is out of step; both if nothing decides.
+
+    Args:
+        call: The call that only some have made.
+        instead: What the others have called there.
+        callers: The ranks that have made it.
+        others: The ranks that have not.
+        before: What all have called before.
+    """
     if _condition_of(call):
         return callers
     # All have made this call before.
     if any(earlier.site == call.site for earlier in before):
         return others
+    # Or none has made it before, and the others have called what has always come next.
+    if instead.site in usual_sites(before, len(before)):
+        return callers
     return tuple(sorted((*callers, *others)))

@@ -29,13 +29,24 @@ def left_out_at(view: Timeline, split: Divergence) -> str:
     return location_of(found.frame) if found is not None else ""
 
 
+def out_of_step(view: Timeline, split: Divergence) -> tuple[int, ...]:
+    """The ranks that have left out a call, or made one alone; empty if stacks and later calls do not show which."""
+    found = _decided_shift(view, split)
+    return found.ranks if found is not None and found.count else ()
+
+
 def left_out_evidence(view: Timeline, split: Divergence) -> Iterator[Evidence]:
     """Which ranks have made a call that the others have not."""
-    ranks = _compared(view, split)
-    found = _shift(view, split.group, ranks)
-    if found is not None and found.is_decided and len(ranks) == len(split.calls):
+    found = _decided_shift(view, split)
+    if found is not None:
         number = f" (number {found.call.seq:,})" if found.call.seq != split.seq else ""
         yield Evidence(source="flight recorder", text=f"By their stacks, {found.words()}{number}.")
+
+
+def _decided_shift(view: Timeline, split: Divergence) -> Shift | None:
+    ranks = _compared(view, split)
+    found = _shift(view, split.group, ranks)
+    return found if found is not None and found.is_decided and len(ranks) == len(split.calls) else None
 
 
 def _compared(view: Timeline, split: Divergence) -> tuple[int, ...]:

@@ -28,7 +28,7 @@ from lightning_ncclsafe.rules.kit import (
     signature,
     verb,
 )
-from lightning_ncclsafe.rules.recorded.call_sites import left_out_at, left_out_evidence
+from lightning_ncclsafe.rules.recorded.call_sites import left_out_at, left_out_evidence, out_of_step
 from lightning_ncclsafe.rules.recorded.ends import failed, misled
 from lightning_ncclsafe.rules.recorded.evidence import (
     call_site,
@@ -109,7 +109,9 @@ def _finding(view: Timeline, split: Divergence, why: str) -> Finding:
     Args:
         why: What follows from it, the end of a sentence.
     """
-    ranks = split.deviating
+    # Without a majority, what ranks have always called may decide.
+    habit = out_of_step(view, split) if len(split.deviating) == len(split.calls) else ()
+    ranks = habit or split.deviating
     different = split.variants
     listed = [f"{ranks_words(who)} called {_words(call)}" for call, who in different[:3]]
     more = f" and {len(different) - 3:,} other variants" if len(different) > 3 else ""
@@ -118,7 +120,7 @@ def _finding(view: Timeline, split: Divergence, why: str) -> Finding:
         view,
         ranks,
         f"{text}: {why}.",
-        confidence=Confidence.CERTAIN if _is_certain(view, split) else Confidence.LIKELY,
+        confidence=Confidence.CERTAIN if _is_certain(view, split) and not habit else Confidence.LIKELY,
         location=left_out_at(view, split) or first_site(split.calls[rank] for rank in ranks),
         evidence=(
             *_evidence(view, different),
