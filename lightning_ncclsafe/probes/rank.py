@@ -63,6 +63,9 @@ _WORKERS_ASKED = 4
 _NOTE_S = 2.0
 # Two looks are timed separately from the looks themselves.
 _SLACK_S = 0.01
+# What is read one after the other belongs together only if the rank has not gone on meanwhile: else its stack shows a
+# call that its recorder does not have. A rank that is at work goes on again and again.
+_MOST_READS = 3
 # The longest look, on a host that is starved: less than the patience of the rank that gathers the facts.
 _LONGEST_LOOK_S = 2.0
 _NOT_ARMED = Armed(signum=0, fd=-1)
@@ -196,10 +199,15 @@ class RankProbe:
 
     def snapshot(self, idle_s: float) -> RankFacts:
         """The facts that are in memory: stack, actions, groups and collectives. Takes some milliseconds."""
-        missing: list[str] = []
-        groups, collectives = _try(self._recorder.read, ((), ()), "flight recorder", missing)
+        for _ in range(_MOST_READS):
+            missing: list[str] = []
+            before = _try(self.position, None, "", [])
+            groups, collectives = _try(self._recorder.read, ((), ()), "flight recorder", missing)
+            stack = stacks.main_thread_stack()
+            progress = self._trainer.progress(self._tracker.actions(), self._tracker.last_action, idle_s)
+            if _try(self.position, None, "", []) == before:
+                break
         unrecorded = self._recorder.unrecorded
-        stack = stacks.main_thread_stack()
         return RankFacts(
             rank=self._rank,
             local_rank=self._local_rank,
@@ -207,7 +215,7 @@ class RankProbe:
             host=self.info.host,
             pid=self.info.pid,
             taken_ns=time.time_ns(),
-            progress=self._trainer.progress(self._tracker.actions(), self._tracker.last_action, idle_s),
+            progress=progress,
             stack=stack,
             thread_stack=stacks.calling_thread_stack(),
             groups=groups,
