@@ -35,8 +35,12 @@ import huge_pages
 # What the programs import, or what is imported for them while they train.
 PRELOADED = (
     "lightning_ncclsafe.lightning",
+    "lightning_ncclsafe.report.html.page",
     "lightning.pytorch.loggers",
+    "torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook",
+    "torch.distributed.checkpoint.state_dict",
     "torch.distributed.run",
+    "torch.distributed.tensor.parallel",
     "torch.utils.tensorboard",
     "rich.console",
     "rich.text",
@@ -280,6 +284,8 @@ def main() -> None:
     atexit.register(leave, left)
     for name in sys.argv[2:]:
         importlib.import_module(name)
+    if (page := sys.modules.get("lightning_ncclsafe.report.html.page")) is not None:
+        page._template()  # What every report would compile.
     for each in [*weakref.finalize._registry]:
         each.atexit = False
     # So that the end of each program does not look at everything that was imported.

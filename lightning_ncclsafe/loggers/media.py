@@ -11,6 +11,8 @@ from typing import Any, BinaryIO
 
 # Smaller arguments are encoded faster than they are sent.
 LARGE_BYTES = 1 << 16
+# What the process sends once it has imported everything.
+_READY = b"ready"
 
 
 class MediaProcessError(Exception):
@@ -20,6 +22,8 @@ class MediaProcessError(Exception):
 class MediaProcess:
     """Encodes the large calls of one thread in a process of low priority, which the first of them starts.
 
+    It imports torch first, which on a busy host may take it minutes.
+
     Args:
         settings: See :class:`~lightning_ncclsafe.loggers.events.EventMaker`.
     """
@@ -27,6 +31,7 @@ class MediaProcess:
     def __init__(self, logdir: str, settings: dict[str, Any]) -> None:
         self._begins = (logdir, settings)
         self._process: subprocess.Popen[bytes] | None = None
+        self._is_ready = self._is_refusing = False
         self._lock = threading.Lock()
 
     def make(self, name: str, args: Any, kwargs: Any, created: float) -> list[tuple[str, bytes]]:
@@ -45,8 +50,9 @@ class MediaProcess:
             process = self._running()
             assert process.stdin is not None and process.stdout is not None
             _send(process.stdin, request)
+            self._wait_until_ready(process)
             made: list[tuple[str, bytes]] | Exception | None = pickle.loads(_receive(process.stdout))
-        except (OSError, EOFError) as error:
+        except (OSError, EOFError, ValueError) as error:  # The last, if another thread has closed a pipe.
             self.close()
             raise MediaProcessError(f"the process that encodes media has exited: {error!r}") from error
         if made is None:
@@ -55,10 +61,20 @@ class MediaProcess:
             raise made
         return made
 
+    def refuse(self) -> None:
+        """Takes no more calls, as somebody waits for them now, and not for the training.
+
+        The call that the process is making is still made, but not one that waits until it has started.
+        """
+        with self._lock:
+            self._is_refusing, is_starting = True, not self._is_ready
+        if is_starting:
+            self.close()
+
     def close(self) -> None:
         """Ends the process."""
         with self._lock:
-            process, self._process = self._process, None
+            process, self._process, self._is_ready = self._process, None, False
         if process is None:
             return
         # It has no state. First, so that the thread that waits for an answer releases the pipe.
@@ -71,6 +87,8 @@ class MediaProcess:
 
     def _running(self) -> "subprocess.Popen[bytes]":
         with self._lock:
+            if self._is_refusing:
+                raise MediaProcessError("it takes no more calls")
             if self._process is None:
                 # On one core, without the job's GPUs, and without user scripts that shadow our modules.
                 environment = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
@@ -83,6 +101,14 @@ class MediaProcess:
                 assert self._process.stdin is not None
                 _send(self._process.stdin, pickle.dumps(self._begins))
             return self._process
+
+    def _wait_until_ready(self, process: "subprocess.Popen[bytes]") -> None:
+        if self._is_ready:
+            return
+        assert process.stdout is not None
+        _exactly(process.stdout, len(_READY))
+        with self._lock:
+            self._is_ready = process is self._process
 
 
 def _send(pipe: BinaryIO | Any, data: bytes) -> None:
@@ -116,6 +142,8 @@ def _serve() -> None:
 
     logdir, settings = pickle.loads(_receive(requests))
     maker = EventMaker(logdir, **settings)
+    answers.write(_READY)
+    answers.flush()
     while True:
         request = _receive(requests)
         made: list[tuple[str, bytes]] | Exception | None = None

@@ -112,6 +112,7 @@ class TensorBoardBackend:
         """Restores the methods; the writer opens a new file when used again, as after any ``close``."""
         self._replacements.undo()
         self._writer.close()
+        self._process.refuse()
 
     def close(self) -> None:
         """Ends the process that encodes media."""

@@ -66,6 +66,9 @@ _NOTE_S = 2.0
 _SLACK_S = 0.01
 # What hangs in a call of the system does not run at all; on a host that is starved, everything runs a little.
 _RUNS_S = 0.01
+# What is read one after the other belongs together only if the rank has not gone on meanwhile: else its stack shows a
+# call that its recorder does not have. A rank that is at work goes on again and again.
+_MOST_READS = 3
 # The longest look, on a host that is starved: less than the patience of the rank that gathers the facts.
 _LONGEST_LOOK_S = 2.0
 _NOT_ARMED = Armed(signum=0, fd=-1)
@@ -199,10 +202,15 @@ class RankProbe:
 
     def snapshot(self, idle_s: float) -> RankFacts:
         """The facts that are in memory: stack, actions, groups and collectives. Takes some milliseconds."""
-        missing: list[str] = []
-        groups, collectives = _try(self._recorder.read, ((), ()), "flight recorder", missing)
+        for _ in range(_MOST_READS):
+            missing: list[str] = []
+            before = _try(self.position, None, "", [])
+            groups, collectives = _try(self._recorder.read, ((), ()), "flight recorder", missing)
+            stack = stacks.main_thread_stack()
+            progress = self._trainer.progress(self._tracker.actions(), self._tracker.last_action, idle_s)
+            if _try(self.position, None, "", []) == before:
+                break
         unrecorded = self._recorder.unrecorded
-        stack = stacks.main_thread_stack()
         return RankFacts(
             rank=self._rank,
             local_rank=self._local_rank,
@@ -210,7 +218,7 @@ class RankProbe:
             host=self.info.host,
             pid=self.info.pid,
             taken_ns=time.time_ns(),
-            progress=self._trainer.progress(self._tracker.actions(), self._tracker.last_action, idle_s),
+            progress=progress,
             stack=stack,
             thread_stack=stacks.calling_thread_stack(),
             groups=groups,

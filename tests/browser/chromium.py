@@ -62,6 +62,11 @@ class Browser:
         self._number = 0
         self._unread = b""
         self.events: list[dict[str, Any]] = []
+        # One tab for all pages: each of its own would take a process of its own, which costs more than the page.
+        target = self.call("Target.createTarget", url="about:blank")["targetId"]
+        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        for domain in ("Page", "Runtime", "Log", "Network"):
+            self.call(f"{domain}.enable", self._session)
 
     def call(self, method: str, session: str = "", **params: Any) -> dict[str, Any]:
         """Runs a command, and gives its result; what happens meanwhile is kept in ``events``."""
@@ -105,11 +110,8 @@ class Browser:
     def page(
         self, path: Path, width: int, height: int = 844, *, dark: bool = False, scale: int = 1
     ) -> Iterator["Page"]:
-        """Opens a file in a window of this size, and closes it at the end; ``scale`` is that of screenshots."""
-        target = self.call("Target.createTarget", url="about:blank")["targetId"]
-        session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
-        for domain in ("Page", "Runtime", "Log", "Network"):
-            self.call(f"{domain}.enable", session)
+        """Opens a file in a window of this size, and leaves it at the end; ``scale`` is that of screenshots."""
+        session = self._session
         page = Page(browser=self, session=session)
         self.call(
             "Emulation.setDeviceMetricsOverride",
@@ -125,8 +127,10 @@ class Browser:
         try:
             yield page
         finally:
-            self.call("Target.closeTarget", targetId=target)
-            self.events = [event for event in self.events if event.get("sessionId") != session]
+            self.events.clear()
+            self.call("Page.navigate", session, url="about:blank")
+            self.wait_for("Page.loadEventFired", session)
+            self.events.clear()
 
 
 @dataclass(frozen=True)

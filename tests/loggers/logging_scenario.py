@@ -41,7 +41,7 @@ from lightning_ncclsafe.loggers.recovery import recover
 Deed = Callable[[L.Trainer], Any]
 
 # How long a step takes: as most cases last for a second or two, a step of half that costs twice the work.
-STEP_S = 0.01
+STEP_S = 0.02
 SLOW = f"{slow_storage.PROTOCOL}://"
 # From <linux/sched.h>, and MS_PRIVATE | MS_REC of <linux/mount.h>.
 _NEW_MOUNTS, _PRIVATE = 0x20000, 0x44000
@@ -139,7 +139,7 @@ def make_trainer(
     )
 
 
-def fit(folder: Path, deeds: Mapping[int, Deed] | None = None, *, steps: int = 100, **options: Any) -> None:
+def fit(folder: Path, deeds: Mapping[int, Deed] | None = None, *, steps: int = 50, **options: Any) -> None:
     before = surroundings()
     trainer = make_trainer(folder, **options)
     try:
@@ -242,7 +242,8 @@ def fill_logs(folder: Path) -> None:
         wait_for(lambda: (folder / "output.txt").read_text().count("No space left") >= 2)
         (disk / "filler").unlink()
 
-    fit(folder, {150: lambda trainer: fill(disk), 450: make_room}, steps=500)
+    # Only then do the rows of the CSV file need another page.
+    fit(folder, {150: lambda trainer: fill(disk), 450: make_room}, steps=460)
     shutil.copytree(disk, folder / "seen")
 
 
@@ -251,18 +252,18 @@ def fill_staging(folder: Path, *, step: int | None = None) -> None:
     disk = mount_small(folder / "staging")
     if step is None:
         fill(disk)
-    fit(folder, {} if step is None else {step: lambda trainer: fill(disk)}, steps=200)
+    fit(folder, {} if step is None else {step: lambda trainer: fill(disk)}, steps=100)
 
 
 def fit_in_fit(folder: Path) -> None:
     (folder / "inner").mkdir()
-    fit(folder, {30: lambda trainer: fit(folder / "inner", steps=30)})
+    fit(folder, {15: lambda trainer: fit(folder / "inner", steps=15)})
 
 
 def fit_twice(folder: Path) -> None:
     """The first training fails; the next one has the same staging and the same directory for its logs."""
     try:
-        fit(folder, {30: raise_error})
+        fit(folder, {15: raise_error})
     except ValueError:
         fit(folder)
 
@@ -270,18 +271,18 @@ def fit_twice(folder: Path) -> None:
 def fit_and_test(folder: Path) -> None:
     trainer = make_trainer(folder)
     model = Model({}, folder / "steps.txt")
-    trainer.fit(model, DataLoader(Numbers(100)))
+    trainer.fit(model, DataLoader(Numbers(50)))
     trainer.test(model, DataLoader(Numbers(5)))
 
 
 def fit_and_requeue(folder: Path) -> None:
-    """Slurm asks for a checkpoint at step 60; what is on storage when it is told to start again is copied."""
+    """Slurm asks for a checkpoint at step 30; what is on storage when it is told to start again is copied."""
     scontrol = folder / "scontrol"
     scontrol.write_text(f"#!/bin/sh\ncp -r {folder}/logs {folder}/seen\n")
     scontrol.chmod(0o700)
     job = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
     os.environ.update(job, PATH=f"{folder}:{os.environ['PATH']}")
-    fit(folder, {60: send(signal.SIGUSR1)}, plugins=[SLURMEnvironment(requeue_signal=signal.SIGUSR1)])
+    fit(folder, {30: send(signal.SIGUSR1)}, plugins=[SLURMEnvironment(requeue_signal=signal.SIGUSR1)])
 
 
 def print_staging(trainer: L.Trainer) -> None:
@@ -290,7 +291,7 @@ def print_staging(trainer: L.Trainer) -> None:
 
 
 def fit_on_two(folder: Path, strategy: Any) -> None:
-    fit(folder, {60: print_staging}, devices=2, strategy=strategy)
+    fit(folder, {30: print_staging}, devices=2, strategy=strategy)
 
 
 def recover_all(folder: Path) -> None:
@@ -303,21 +304,21 @@ def versions(folder: Path) -> list[Path]:
 
 
 CASES: dict[str, Callable[[Path], None]] = {
-    "kill": lambda folder: fit(folder, {200: send(signal.SIGKILL)}, steps=250),
-    "abort": lambda folder: fit(folder, {165: send(signal.SIGABRT)}, steps=250),
-    "os-exit": lambda folder: fit(folder, {180: end_at_once}, steps=250),
-    "kill-stalled": lambda folder: fit(folder, {0: stall(folder), 150: send(signal.SIGKILL)}, steps=250, storage=SLOW),
-    "end-stalled": lambda folder: fit(folder, {30: stall(folder)}, storage=SLOW, timeout_s=1.0),
-    "sigterm": lambda folder: fit(folder, {60: send(signal.SIGTERM)}),
-    "sigint": lambda folder: fit(folder, {60: send(signal.SIGINT)}),
-    "raise": lambda folder: fit(folder, {60: raise_error}),
-    "sys-exit": lambda folder: fit(folder, {60: exit_silently}),
+    "kill": lambda folder: fit(folder, {100: send(signal.SIGKILL)}, steps=125),
+    "abort": lambda folder: fit(folder, {82: send(signal.SIGABRT)}, steps=125),
+    "os-exit": lambda folder: fit(folder, {90: end_at_once}, steps=125),
+    "kill-stalled": lambda folder: fit(folder, {0: stall(folder), 75: send(signal.SIGKILL)}, steps=125, storage=SLOW),
+    "end-stalled": lambda folder: fit(folder, {15: stall(folder)}, storage=SLOW, timeout_s=1.0),
+    "sigterm": lambda folder: fit(folder, {30: send(signal.SIGTERM)}),
+    "sigint": lambda folder: fit(folder, {30: send(signal.SIGINT)}),
+    "raise": lambda folder: fit(folder, {30: raise_error}),
+    "sys-exit": lambda folder: fit(folder, {30: exit_silently}),
     "finalize": lambda folder: fit(folder, loggers=(BrokenAtTheEnd(),)),
-    "no-versions": lambda folder: fit(folder, {175: remove(*versions(folder))}, steps=300),
-    "no-logs": lambda folder: fit(folder, {175: remove(folder / "logs")}, steps=300),
-    "no-staging-any-more": lambda folder: fit(folder, {175: remove(folder / "staging")}, steps=300),
-    "on-exception": lambda folder: fit(folder, {60: raise_error}, callbacks=(BrokenCallback(),)),
-    "child": lambda folder: fit(folder, {60: fork_child}),
+    "no-versions": lambda folder: fit(folder, {87: remove(*versions(folder))}, steps=150),
+    "no-logs": lambda folder: fit(folder, {87: remove(folder / "logs")}, steps=150),
+    "no-staging-any-more": lambda folder: fit(folder, {87: remove(folder / "staging")}, steps=150),
+    "on-exception": lambda folder: fit(folder, {30: raise_error}, callbacks=(BrokenCallback(),)),
+    "child": lambda folder: fit(folder, {30: fork_child}),
     "nested": fit_in_fit,
     "twice": fit_twice,
     "fit-test": fit_and_test,
@@ -329,7 +330,7 @@ CASES: dict[str, Callable[[Path], None]] = {
     "popen": lambda folder: fit_on_two(folder, SafeDDP()),
     "guard": lambda folder: fit(
         folder,
-        {60: hang_on_rank_1},
+        {30: hang_on_rank_1},
         storage=SLOW,
         devices=2,
         strategy=SafeDDP(suspect_after=1.0, timeout=timedelta(seconds=5), start_method="fork"),
@@ -338,7 +339,7 @@ CASES: dict[str, Callable[[Path], None]] = {
 
 # What is done when the case is started again, if it is not a short training like the first one.
 AGAIN: dict[str, Callable[[Path], None]] = {
-    "kill-stalled": partial(fit, steps=20, storage=SLOW),
+    "kill-stalled": partial(fit, steps=10, storage=SLOW),
     "end-stalled": recover_all,
 }
 
@@ -382,7 +383,7 @@ def main() -> None:
             os.dup2(output, 1)
             os.dup2(output, 2)
     if name is not None:
-        case = AGAIN.get(name, partial(fit, steps=20)) if "--again" in options else CASES[name]
+        case = AGAIN.get(name, partial(fit, steps=10)) if "--again" in options else CASES[name]
         case(Path(folder, name))
 
 

@@ -38,11 +38,14 @@ from logged import (
     stored,
     wandb_rows,
 )
+from own_threads import own_threads
+from polling import until
 from torch.utils.tensorboard.summary import scalar
 
 from lightning_ncclsafe import LoggerOffload
 from lightning_ncclsafe.loggers import starting, tensorboard_backend
 from lightning_ncclsafe.loggers.csv_backend import CSVBackend
+from lightning_ncclsafe.loggers.media import MediaProcess
 from lightning_ncclsafe.loggers.starting import writes_on_this_rank
 
 
@@ -167,14 +170,30 @@ def test_tensorboard_stores_every_logger_call_like_stock(tmp_path: Path) -> None
     assert (stock / yaml).read_bytes() == (offloaded / yaml).read_bytes()
 
 
-def test_large_media_encoded_by_another_process_match_stock(tmp_path: Path) -> None:
+@pytest.mark.timeout(120)
+def test_large_media_encoded_by_another_process_match_stock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+    make = MediaProcess.make
+
+    def make_and_note(process: MediaProcess, name: str, *args: Any) -> list[tuple[str, bytes]]:
+        events = make(process, name, *args)
+        made.append(name)
+        return events
+
     def log_large(model: Model) -> None:
         values = torch.linspace(0, 1, 3 * 160 * 160)
         model.logger.experiment.add_image("image", values.reshape(3, 160, 160), 1)
         model.logger.experiment.add_histogram("histogram", values.to(torch.bfloat16), 1)
 
-    stock, offloaded = fit_both(tmp_path, tensorboard, {1: log_large})
+    def wait_for_process(model: Model) -> None:
+        """Before the end, which would not wait until it has imported torch."""
+        if own_threads():
+            until(lambda: len(made) == 2, within_s=100)
+
+    monkeypatch.setattr(MediaProcess, "make", make_and_note)
+    stock, offloaded = fit_both(tmp_path, tensorboard, {1: log_large, 2: wait_for_process})
     assert stored(offloaded) == stored(stock)
+    assert made == ["add_image", "add_histogram"]
 
 
 def test_every_point_has_the_time_of_its_call(tmp_path: Path) -> None:

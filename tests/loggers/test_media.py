@@ -2,12 +2,14 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
 import pytest
 from tensorboard.compat.proto.event_pb2 import Event
 
+from lightning_ncclsafe.loggers import media
 from lightning_ncclsafe.loggers.events import EventMaker
 from lightning_ncclsafe.loggers.media import MediaProcess, MediaProcessError
 
@@ -69,6 +71,24 @@ def test_a_killed_process_is_replaced_at_the_next_call(process: MediaProcess) ->
         process.make("add_text", ("t", "x"), {}, 0.0)
     assert process.make("add_text", ("t", "x"), {}, 0.0)
     assert len(encoders()) == 1 and killed not in encoders()
+
+
+def test_at_the_end_no_more_calls_are_taken_and_the_current_one_is_made(
+    process: MediaProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process.make("add_text", ("t", "x"), {}, 0.0)
+    monkeypatch.setattr(process, "_is_refusing", False)  # again, for the next test
+    receive = media._receive
+
+    def receive_once_refused(pipe: Any) -> bytes:
+        process.refuse()
+        return receive(pipe)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(media, "_receive", receive_once_refused)
+        assert process.make("add_text", ("t", "x"), {}, 0.0)
+    with pytest.raises(MediaProcessError, match="no more calls"):
+        process.make("add_text", ("t", "x"), {}, 0.0)
 
 
 def test_closing_leaves_no_process(process: MediaProcess) -> None:

@@ -1,16 +1,19 @@
 """One offloaded logger from its start to its end: what comes in, what goes out, and what is said."""
 
 import os
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from own_threads import join_own_threads
+from polling import until
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lightning_ncclsafe.loggers import offload as offload_module
@@ -222,6 +225,27 @@ def test_an_entry_beyond_the_disk_limit_is_dropped(tmp_path: Path, said: list[st
     end(logger, offload)
     assert events(logger).Tags()["images"] == ["small"]
     assert ", 1 dropped)" in said[-1]
+
+
+def test_media_are_encoded_here_if_their_process_has_not_started_when_the_run_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: list[str]
+) -> None:
+    never_starts = tmp_path / "python"
+    never_starts.write_text("#!/bin/sh\nexec sleep 1000\n")
+    never_starts.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(never_starts))
+
+    def encoders() -> list[psutil.Process]:
+        return [child for child in psutil.Process().children() if child.name() == "sleep"]
+
+    logger = TensorBoardLogger(str(tmp_path))
+    offload = start(logger, tmp_path, finalize_s=LONG_S)
+    for step in range(2):
+        logger.experiment.add_image("image", torch.rand(3, 128, 128), step)
+    until(encoders)
+    end(logger, offload)
+    assert [image.step for image in events(logger).Images("image")] == [0, 1]
+    assert not said and not encoders()
 
 
 def test_a_hung_encoder_does_not_delay_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -144,7 +144,7 @@ def test_files_of_children_that_ended_well_are_closed(run: Run) -> None:
     lines = run("""
 listen()
 crashed = forked(decode)
-for _ in range(200):
+for _ in range(100):
     forked(lambda: None)
 print(len(child_crashes._files) <= 65, len(os.listdir("/proc/self/fd")) < 100)
 print(functions(crash_of(crashed, "SIGABRT"))[-1])

@@ -21,7 +21,7 @@ from polling import until
 from standing import of_guard, of_guard_that_asks_the_driver
 
 from lightning_ncclsafe.code.side_thread import SideThread, UnansweredError
-from lightning_ncclsafe.facts import Frame, HostFacts, Phase, ProcessFacts, RankFacts
+from lightning_ncclsafe.facts import Frame, Group, HostFacts, Phase, ProcessFacts, RankFacts
 from lightning_ncclsafe.probes import rank
 from lightning_ncclsafe.probes.host.resources import HostProbe
 from lightning_ncclsafe.probes.process import flight_recorder, stacks, traceback_signal
@@ -405,6 +405,30 @@ def test_a_guard_reuses_and_releases_the_signal_of_the_import() -> None:
     probe.close()
     assert traceback_signal.armed_in(os.getpid()) is None
     assert not traceback_signal._handles(os.getpid(), early.signum)
+
+
+@pytest.mark.parametrize(("moves", "reads"), [(0, 1), (1, 2), (99, 3)])
+def test_what_a_rank_that_goes_on_has_recorded_is_read_again(
+    probe: RankProbe, monkeypatch: pytest.MonkeyPatch, moves: int, reads: int
+) -> None:
+    """Otherwise its stack would show it in a call that its recorder does not have."""
+    called, read = [0], []
+    main_thread_stack = stacks.main_thread_stack
+
+    def read_recorder(_: flight_recorder.FlightRecorder) -> tuple[tuple[Group, ...], tuple[()]]:
+        read.append(called[0])
+        return (Group(name="0", last_enqueued=called[0]),), ()
+
+    def stack_of_next_call() -> tuple[Frame, ...]:
+        called[0] += called[0] < moves
+        return main_thread_stack()
+
+    monkeypatch.setattr(flight_recorder.FlightRecorder, "read", read_recorder)
+    monkeypatch.setattr(flight_recorder, "position", lambda: called[0])
+    monkeypatch.setattr(stacks, "main_thread_stack", stack_of_next_call)
+    facts = probe.snapshot(0.0)
+    assert len(read) == reads and facts.stack
+    assert facts.groups[0].last_enqueued == read[-1]
 
 
 def test_finished_is_forwarded_to_the_trainer_probe(probe: RankProbe) -> None:

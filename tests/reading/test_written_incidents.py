@@ -1,12 +1,14 @@
 """Incidents on NCCL that were written without sight of the rules: the culprit, the kind, and nothing false."""
 
+from functools import cache
+
 import pytest
 from further_incidents import FURTHER
 from mixed_incidents import MIXED
 from running_incidents import RUNNING
 from written_incidents import INCIDENTS, diagnosed, wrong
 
-from lightning_ncclsafe.facts.findings import Confidence
+from lightning_ncclsafe.facts.findings import Confidence, Diagnosis
 
 # Told as possible only. A rank that has called nothing at all is also what a job looks like that has just begun; what
 # the ring has lost, or an ended send, leaves nothing by which it could be known. And of two hosts that are stuck in
@@ -31,9 +33,15 @@ MISSED = (
 )
 
 
+@cache
+def told(name: str) -> Diagnosis | None:
+    """What is said of an incident."""
+    return diagnosed(INCIDENTS[name])
+
+
 @pytest.mark.parametrize("name", INCIDENTS)
 def test_the_culprit_is_named(name: str) -> None:
-    answer = wrong(INCIDENTS[name], diagnosed(INCIDENTS[name]))
+    answer = wrong(INCIDENTS[name], told(name))
     assert not answer.startswith("FALSE"), answer
     assert bool(answer) is (name in MISSED), answer
 
@@ -44,20 +52,20 @@ def test_every_incident_has_a_test() -> None:
 
 
 def test_a_pair_with_both_sides_called_is_named_before_its_waiters() -> None:
-    diagnosis = diagnosed(INCIDENTS["pipelines_and_data_device_freezes"])
-    told = [(finding.rule, finding.ranks, finding.confidence) for finding in diagnosis.findings] if diagnosis else []
-    assert told == [("all-joined", (4, 6), Confidence.POSSIBLE)]
+    diagnosis = told("pipelines_and_data_device_freezes")
+    found = [(finding.rule, finding.ranks, finding.confidence) for finding in diagnosis.findings] if diagnosis else []
+    assert found == [("all-joined", (4, 6), Confidence.POSSIBLE)]
 
 
 def test_a_rank_without_calls_still_has_a_dump() -> None:
-    diagnosis = diagnosed(INCIDENTS["the_first_call_connects"])
+    diagnosis = told("the_first_call_connects")
     (finding,) = diagnosis.findings if diagnosis else ()
     assert (finding.rule, finding.ranks) == ("host-stuck", (3,))
     assert "no dump" not in finding.summary.lower()
 
 
 def test_a_dead_device_in_a_receive_is_reported_with_its_peer() -> None:
-    diagnosis = diagnosed(INCIDENTS["megatron16_device_dies_in_a_send"])
+    diagnosis = told("megatron16_device_dies_in_a_send")
     (finding,) = diagnosis.findings if diagnosis else ()
     assert "GPU of rank 9 has not completed recv 2<-1" in finding.summary
     assert finding.summary.endswith("although the other side has come to it.")

@@ -22,7 +22,7 @@ RENDER = "import sys; from lightning_ncclsafe.cli import main; sys.exit(main(['r
 Start = Callable[..., Running]
 ESCAPE = re.compile(r"\x1b\[([\d;]*)m")
 COLOUR = re.compile(r"\x1b\[(?:[\d;]*;)?(?:3\d|9\d)(?:;[\d;]*)?m")
-DIAGNOSIS = incident_of(512, silent=tuple(range(3, 500, 2)))
+DIAGNOSIS = incident_of(64, silent=tuple(range(3, 60, 2)))
 LONG_PATH = "/gpfs/projects/vision/users/a.longname/checkouts/2026-11-21/src/retrieval/training/loops/contrastive.py:93"
 
 

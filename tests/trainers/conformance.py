@@ -9,7 +9,6 @@ import inspect
 import json
 import random
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import timedelta
@@ -31,6 +30,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 sys.path.append(str(Path(__file__).parents[1]))
 from fsdp_on_cpu import StockFSDP, let_fsdp_train_on_cpus  # type: ignore[import-not-found]
+from polling import until
 
 from lightning_ncclsafe import (
     CollectiveTimer,
@@ -298,11 +298,17 @@ def checkpoint(bench: Bench, **strategy: Any) -> Path:
 
 
 class GathersSlowly(SafeModelParallel):
-    """Rank 0 needs long for the whole of the model, before that of the optimizer is gathered."""
+    """Rank 0 needs as long for the whole of the model as others take to ask why that of the optimizer is not there."""
+
+    is_reported = False
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         state = super().lightning_module_state_dict()
-        time.sleep(2.5 if self.global_rank == 0 else 0)
+        folder = Path(self.lightning_module.trainer.default_root_dir)
+        if self.global_rank == 0 and not self.is_reported:
+            earlier = {*folder.rglob("report.json")}
+            until(lambda: {*folder.rglob("report.json")} - earlier)
+            self.is_reported = True
         return state
 
 
