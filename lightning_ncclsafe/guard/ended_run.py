@@ -12,8 +12,8 @@ Save = Callable[[str, bool], Callable[[], None]]
 """Begins to save the state of the run, together with the other ranks and within its own time limit. Takes why the run
 ends, and whether this rank itself has failed; returns a function that waits until the save is over."""
 
-# How long a failed rank has to leave before the ranks that are ended because of it: its callbacks may save, and on a busy
-# host a process takes seconds to exit.
+# How long a failed rank has to leave before the ranks that are ended because of it: its callbacks may save, and a
+# process takes seconds to exit on a busy host.
 _FAILED_LEAVE_S = 10.0
 
 

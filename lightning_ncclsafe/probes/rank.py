@@ -52,6 +52,7 @@ from lightning_ncclsafe.probes.process.growth import (
 )
 from lightning_ncclsafe.probes.process.last_seen import LastSeenFile
 from lightning_ncclsafe.probes.process.main_thread import look_at_main_thread, thread_ran_s
+from lightning_ncclsafe.probes.process.stack_samples import StackSamples
 from lightning_ncclsafe.probes.process.traceback_signal import Armed
 from lightning_ncclsafe.probes.trainer import model_units
 from lightning_ncclsafe.probes.trainer.actions import ActionTracker
@@ -60,6 +61,8 @@ from lightning_ncclsafe.probes.trainer.steps import StepRecord
 
 # Asking a worker for its stack takes some milliseconds, one after another; a few are enough to see what they do.
 _WORKERS_ASKED = 4
+# After how many seconds without progress its stack is sampled: one sample takes half a millisecond.
+_SAMPLED_AFTER_S = 1.0
 # How often this process's memory is noted: reading it takes 0.1 ms.
 _NOTE_S = 2.0
 # Two looks are timed separately from the looks themselves.
@@ -159,6 +162,7 @@ class RankProbe:
         self._slow_look = SideThread("ncclsafe-look")
         self._crash_traces = CrashTraces()
         self._last_seen = LastSeenFile()
+        self._samples = StackSamples()
         self._peers: tuple[RankInfo, ...] = ()
         self.exception: ExceptionFacts | None = None
         self.info = RankInfo(
@@ -206,7 +210,7 @@ class RankProbe:
             missing: list[str] = []
             before = _try(self.position, None, "", [])
             groups, collectives = _try(self._recorder.read, ((), ()), "flight recorder", missing)
-            stack = stacks.main_thread_stack()
+            stack = self._samples.usual(stacks.main_thread_stack(), before)
             progress = self._trainer.progress(self._tracker.actions(), self._tracker.last_action, idle_s)
             if _try(self.position, None, "", []) == before:
                 break
@@ -291,7 +295,7 @@ class RankProbe:
         self._machine.note()
 
     def note_place(self, idle_s: float) -> None:
-        """Records where this rank is, for peers that find its process gone; cheap.
+        """Records where this rank is, for peers that find its process gone, and for its next look; cheap.
 
         Args:
             idle_s: Seconds since this rank last made progress.
@@ -299,6 +303,8 @@ class RankProbe:
         with suppress(Exception):  # the Trainer may be changing at this moment
             progress = self._trainer.progress(self._tracker.actions(), self._tracker.last_action, idle_s)
             self._last_seen.note(progress)
+            if idle_s >= _SAMPLED_AFTER_S:
+                self._samples.note(self.position())
 
     def forget_place(self) -> None:
         """Called when the place is no longer recorded: an old one would mislead."""
