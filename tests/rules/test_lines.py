@@ -14,7 +14,7 @@ from builders import EPOCH_END, GLOO, MAIN, RUN, SITE, TRAINING_STEP, USER_FILE,
 from judged import first
 from test_shifts import of
 
-from lightning_ncclsafe.facts import Action, Branch, Decides, Frame, JobFacts, ModelUnit, UnitKind
+from lightning_ncclsafe.facts import Action, Branch, Collective, Decides, Frame, JobFacts, ModelUnit, Phase, UnitKind
 from lightning_ncclsafe.probes.process.control_flow import ControlFlow
 from lightning_ncclsafe.rules.kit.frames import loop_left
 from lightning_ncclsafe.rules.kit.timeline import timeline
@@ -440,6 +440,49 @@ def test_the_call_in_a_loop_that_others_have_left_is_the_one(
     assert finding.decided_at == f"{FILE}:30 in step"
 
 
+def in_helper(facts: JobFacts, *branches: Branch, file: str = FILE) -> JobFacts:
+    """The same job, where line 50 of a file has called the function with line 40, of which this is known."""
+    outer = replace(user("step", 50), file=file)
+    below = (outer, replace(user("each", 40), branches=branches))
+
+    def placed(call: Collective) -> Collective:
+        return replace(call, stack=below) if call.site == "g" else call
+
+    ranks = (replace(one, collectives=tuple(map(placed, one.collectives))) for one in facts.ranks)
+    return replace(facts, ranks=tuple(ranks))
+
+
+@pytest.mark.parametrize(
+    ("letters", "ranks", "said"),
+    [(("rggg", "rggs", "rggg"), (1,), "Rank 1 skipped"), (("rggg", "rggs", "rggs"), (0,), "Rank 0 called")],
+    ids=["has left it", "still in it"],
+)
+def test_a_rank_at_the_line_that_called_the_function_with_the_loop_has_left_it(
+    letters: tuple[str, ...], ranks: tuple[int, ...], said: str
+) -> None:
+    """`dist.all_reduce(self.each(parts))`: what the loop has made is reduced at the line that called it."""
+    finding = first(in_helper(of(*letters), LOOP))
+    assert (finding.rule, finding.ranks, finding.location) == ("diverged-collectives", ranks, f"{FILE}:40 in each")
+    assert finding.summary.startswith(f"{said} all_gather (8 elements of Float) at train.py:40 in each")
+    assert finding.decided_at == f"{FILE}:30 in each"
+
+
+@pytest.mark.parametrize(
+    ("letters", "branches", "file"),
+    [
+        (("rgrg", "rgrs", "rgrg"), (LOOP,), FILE),
+        (("rggg", "rggs", "rggg"), (), FILE),
+        (("rggg", "rggs", "rggg"), (LOOP,), "/home/me/project/other.py"),
+    ],
+    ids=["was elsewhere before", "no loop", "the same number in another file"],
+)
+def test_a_rank_that_was_in_no_loop_below_its_line_has_made_a_call_of_its_own(
+    letters: tuple[str, ...], branches: tuple[Branch, ...], file: str
+) -> None:
+    finding = first(in_helper(of(*letters), *branches, file=file))
+    assert (finding.rule, finding.ranks, finding.location) == ("diverged-collectives", (1,), f"{FILE}:50 in step")
+
+
 @pytest.mark.parametrize("lines", [(), (40, 50)], ids=["no loop", "around both lines"])
 def test_without_a_loop_that_a_rank_has_left_what_is_usual_decides(lines: tuple[int, ...]) -> None:
     finding = first(with_branches(of("rggg", "rggs", "rggs"), replace(LOOP, until=55), lines=lines))
@@ -485,3 +528,25 @@ def test_where_nothing_is_recorded_the_lines_of_the_ranks_decide() -> None:
     gone = replace(bare, ranks=(bare.ranks[0], replace(bare.ranks[1], stack=(MAIN, RUN))))
     found = decision(timeline(gone), f"{FILE}:40 in step")
     assert found is not None and [branch.line for _, branch in found.branches] == [39, 30]
+
+
+@pytest.mark.parametrize(
+    ("phase", "epoch", "batch", "decided_at"),
+    [
+        (Phase.TRAIN, 0, 12, f"{FILE}:39 in step"),
+        (Phase.TRAIN, 1, 0, f"{FILE}:39 in step"),
+        (Phase.TRAIN, 0, 11, ""),
+        (Phase.TRAIN, 0, 10, ""),
+        (Phase.VALIDATE, 0, 12, ""),
+    ],
+    ids=["the next batch", "the next epoch", "the same", "an earlier one", "of validation"],
+)
+def test_a_rank_in_a_later_batch_has_left_the_function_of_the_call(
+    phase: Phase, epoch: int, batch: int, decided_at: str
+) -> None:
+    """It is in the same function again, at a line before the `return` that it took there."""
+    there = GLOO.rank(0, MAIN, RUN, replace(user("step", 40), branches=(RETURN,)), seq=7)
+    here = GLOO.rank(1, MAIN, RUN, user("step", 35), seq=7, phase=phase, epoch=epoch, batch=batch)
+    bare = job(*(replace(one, collectives=()) for one in (there, here)), world=2)
+    found = decision(timeline(bare), f"{FILE}:40 in step")
+    assert (found.decided_at if found is not None else "") == decided_at

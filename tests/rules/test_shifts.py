@@ -26,6 +26,12 @@ SITES = {
     "s": ("all_reduce", 8, 50),
     "z": ("barrier", 0, 60),
     "y": ("barrier", 0, 64),
+    # One call, for which torch has the root go another way.
+    "k": ("scatter", 8, 30),
+    "c": ("scatter", 8, 30),
+    "d": ("scatter", 8, 34),
+    # Not so: no rank is the root of it.
+    "t": ("all_reduce", 8, 50),
 }
 ZERO = "if rank == 0:  (line 59)"
 
@@ -161,6 +167,27 @@ def test_units_of_one_size_that_are_called_from_one_line_twice_hide_no_shift() -
     assert (finding.rule, finding.ranks) == ("diverged-collectives", (1,))
     assert finding.location.endswith("train.py:40 in step")
     assert shift(timeline(of("rghhh", "rhhhh", "rghhh")), "0") is None  # a branch would look the same
+
+
+def test_the_root_of_a_scatter_has_not_made_another_call() -> None:
+    """Rank 0 holds what is scattered, twice in a row; later rank 1 leaves out a call."""
+    finding = first(of("kkrgrg", "ccrgrr", "ccrgrg"))
+    assert (finding.rule, finding.ranks, finding.location) == ("diverged-collectives", (1,), f"{USER_FILE}:40 in step")
+    assert shift(timeline(of("kkrgrg", "ccrgrg", "ccrgrg")), "0") is None
+
+
+@pytest.mark.parametrize(
+    ("letters", "ranks"),
+    [
+        (("kkrgrg", "ddrgrr", "ddrgrg"), (0,)),
+        (("kkrgrg", "kkrgrr", "ccrgrg", "ccrgrg", "ccrgrg"), (0, 1)),
+        (("ttrgrg", "ssrgrr", "ssrgrg"), (0,)),
+    ],
+    ids=["another line", "two ranks cannot both be the root", "no root"],
+)
+def test_what_is_not_the_roots_other_way_is_a_difference(letters: tuple[str, ...], ranks: tuple[int, ...]) -> None:
+    found = shift(timeline(of(*letters)), "0")
+    assert found is not None and (found.ranks, found.call.seq) == (ranks, 1)
 
 
 def test_what_fits_both_ways_decides_nothing() -> None:
