@@ -483,6 +483,12 @@ def test_a_rank_that_was_in_no_loop_below_its_line_has_made_a_call_of_its_own(
     assert (finding.rule, finding.ranks, finding.location) == ("diverged-collectives", (1,), f"{FILE}:50 in step")
 
 
+def test_a_rank_at_no_line_of_the_users_is_judged_by_what_is_usual() -> None:
+    """Of two: both have called twice in the loop of each step before, and rank 1 reduces gradients after one call."""
+    finding = first(with_branches(of("rggrggrgg", "rggrggrgr"), LOOP))
+    assert (finding.rule, finding.ranks, finding.location) == ("diverged-collectives", (1,), f"{FILE}:40 in step")
+
+
 @pytest.mark.parametrize("lines", [(), (40, 50)], ids=["no loop", "around both lines"])
 def test_without_a_loop_that_a_rank_has_left_what_is_usual_decides(lines: tuple[int, ...]) -> None:
     finding = first(with_branches(of("rggg", "rggs", "rggs"), replace(LOOP, until=55), lines=lines))
