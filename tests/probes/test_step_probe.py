@@ -483,6 +483,39 @@ def test_parameter_indices_from_ddp_become_names() -> None:
     assert (facts.without_gradient, facts.unused_at) == (("head.weight",), place("head left out", "helper"))
 
 
+class Table:
+    def __init__(self, rows: int) -> None:
+        self.rows = [rows]  # <- rows
+
+
+class Sized(Module):
+    def __init__(self, **parameters: Parameter) -> None:
+        super().__init__(**parameters)
+        self.head = Parameter()  # <- parts
+        self.table = Table(5)
+
+
+@pytest.mark.parametrize(
+    ("number", "name", "line"),
+    [
+        (0, "head.weight", place("parts", "__init__")),
+        (1, "table.rows", place("rows", "__init__")),
+        (2, "tail.weight", ""),
+        (3, "", ""),
+    ],
+    ids=["of a library's part", "of a part of the user's", "not set by name", "beyond the last"],
+)
+def test_the_parameter_that_ddp_finds_of_another_size_has_the_line_that_makes_it(
+    number: int, name: str, line: str
+) -> None:
+    fixed = Parameter(requires_grad=False)
+    _, record = begun(Sized(fixed=fixed, head_weight=Parameter(), table_rows=Parameter(), tail_weight=Parameter()))
+    error = f"[2]: params[{number}] in this process with sizes [5, 8] appears not to match sizes of the same param in 0"
+    facts = record.facts(error=error)
+    assert (facts.other_size, facts.other_size_at) == (name, line)
+    assert record.facts(error="another error").other_size == ""
+
+
 class Freezer:
     def __init__(self, module: Any) -> None:
         module.head.requires_grad_(False)

@@ -11,10 +11,12 @@ from builders import (
     BACKWARD,
     BARRIER,
     BROADCAST,
+    ENGINE,
     GLOO,
     NCCL,
     NEXT_DATA,
     RUN,
+    SIGTERM,
     SITE,
     TRAINING_STEP,
     USER_FILE,
@@ -34,6 +36,7 @@ from lightning_ncclsafe.facts import (
     Group,
     HostFacts,
     JobFacts,
+    LoggedKey,
     MachineFacts,
     ModelUnit,
     Phase,
@@ -494,6 +497,73 @@ def test_of_a_circle_the_users_own_call_is_named_before_that_of_a_sharded_model(
     assert (finding.rule, finding.location) == ("crossed-groups", f"{USER_FILE}:{6 - of_model} in count")
 
 
+PAIRS = {0: "5", 1: "6", 2: "5", 3: "6"}
+FSDP = Frame(
+    file=f"{SITE}/torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py", line=658, function="foreach_reduce"
+)
+
+
+def replicas(*before: str, reduced_by: Frame = FSDP) -> JobFacts:
+    """Hybrid sharding: ranks 0 and 1 are in a barrier, the others reduce gradients with them, in pairs.
+
+    Args:
+        before: Sites of what all ranks have called earlier.
+        reduced_by: What has called the reductions.
+    """
+
+    def rank(number: int) -> RankFacts:
+        pair, is_in_barrier = PAIRS[number], number < 2
+        members = {"0": (0, 1, 2, 3), pair: tuple(other for other, name in PAIRS.items() if name == pair)}
+        waits_in = "0" if is_in_barrier else pair
+        done = [("0" if site == "barrier" else pair, site) for site in before]
+        calls = [*done, ("0", "barrier") if is_in_barrier else (pair, "gradients")]
+        line = user("on_train_epoch_end", 62) if is_in_barrier else reduced_by
+        return replace(
+            GLOO.rank(number, line, BARRIER if is_in_barrier else ALL_REDUCE, seq=0),
+            groups=tuple(
+                Group(name=name, ranks=ranks, last_enqueued=7 + (name == waits_in), last_completed=7)
+                for name, ranks in members.items()
+            ),
+            collectives=tuple(
+                Collective(
+                    group=group,
+                    seq=8 if index == len(done) else 7,
+                    op="barrier" if site == "barrier" else "all_reduce",
+                    backend="gloo",
+                    completed=index < len(done),
+                    site=site,
+                )
+                for index, (group, site) in enumerate(calls)
+            ),
+        )
+
+    return job(*map(rank, range(4)))
+
+
+def test_a_new_call_that_only_some_ranks_have_come_to_is_no_matter_of_order() -> None:
+    facts = replicas("gradients")
+    finding = judge(facts).findings[0]
+    assert (finding.rule, finding.ranks) == ("diverged-collectives", (0, 1))
+    assert finding.location == f"{USER_FILE}:62 in on_train_epoch_end"
+    assert "crossed-groups" not in found(facts)
+
+
+@pytest.mark.parametrize(
+    ("before", "reduced_by"),
+    [
+        (("barrier", "gradients"), FSDP),
+        ((), FSDP),
+        (("gradients",), SIGTERM),
+        ((), user("average", 80)),
+    ],
+    ids=["it was made before", "nor have the others", "they are in a call of Lightning's", "in one of the user's"],
+)
+def test_calls_of_several_groups_that_are_not_new_may_be_in_another_order(
+    before: tuple[str, ...], reduced_by: Frame
+) -> None:
+    assert judge(replicas(*before, reduced_by=reduced_by)).findings[0].rule == "crossed-groups"
+
+
 def test_nccl_says_between_whom_a_receive_is() -> None:
     def rank(number: int) -> RankFacts:
         call = Collective(group="0", seq=1, op=f"recv {number}<-{1 - number}", backend="nccl", is_p2p=True)
@@ -817,3 +887,71 @@ def test_what_is_called_after_an_exception_has_not_caused_it() -> None:
     finding = after_other_data(Frame(file=file, line=78, function="_interrupt"), user("on_exception", 125))
     assert "broadcast" not in finding.summary
     assert (finding.confidence, finding.location) == (Confidence.CERTAIN, "")
+
+
+EARLY_STOPPING = Frame(
+    file=f"{SITE}/lightning/pytorch/callbacks/early_stopping.py", line=168, function="_validate_condition_metric"
+)
+MISSED = "Early stopping conditioned on metric `dice/val` which is not available. Use any of the following: `loss`"
+DICE = LoggedKey(
+    name="dice/val",
+    place=f"{USER_FILE}:70 in on_validation_epoch_end",
+    rank_condition="if self.trainer.is_global_zero:  (line 69)",
+)
+
+
+def missed(message: str, *keys: LoggedKey, stack: tuple[Frame, ...] = (RUN, EARLY_STOPPING)) -> Finding:
+    """Ranks 1 and 2 raise this, and have never logged these keys; rank 0 waits."""
+    steps = StepFacts(unmonitored=keys)
+    ranks = (raised(GLOO.working(n, seq=60, world=3), "RuntimeError", message, *stack) for n in (1, 2))
+    facts = job(GLOO.waiting(0, seq=61, world=3), *(replace(one, steps=steps) for one in ranks), world=3)
+    return found(facts)["failed-rank"]
+
+
+def test_an_error_of_lightning_that_names_a_key_has_the_line_that_logs_it() -> None:
+    finding = missed(MISSED, replace(DICE, name="recall", place="train.py:9 in validation_step"), DICE)
+    assert (finding.ranks, finding.location) == ((1, 2), DICE.place)
+    assert finding.summary.endswith(
+        "Ranks 1-2 have never logged 'dice/val', which is logged at train.py:70 in on_validation_epoch_end, under "
+        "`if self.trainer.is_global_zero:` (line 69)."
+    )
+    assert missed(MISSED, replace(DICE, rank_condition="")).summary.endswith("in on_validation_epoch_end.")
+    scheduler = "ReduceLROnPlateau conditioned on metric dice/val which is not available. Available metrics are: []."
+    assert missed(scheduler, DICE).location == DICE.place
+
+
+@pytest.mark.parametrize(
+    ("message", "name", "stack", "location"),
+    [
+        (MISSED, "recall", (RUN, EARLY_STOPPING), ""),
+        (MISSED, "val", (RUN, EARLY_STOPPING), ""),
+        ("CUDA error: misaligned address in loss", "loss", (RUN, ENGINE), ""),
+        ("no metric `dice/val`", "dice/val", (RUN, user("training_step", 42), EARLY_STOPPING), ":42 in training_step"),
+    ],
+    ids=["another key", "a part of a key", "an error of torch", "raised below a line of the user's"],
+)
+def test_a_key_that_the_error_is_not_about_has_no_line(
+    message: str, name: str, stack: tuple[Frame, ...], location: str
+) -> None:
+    finding = missed(message, replace(DICE, name=name), stack=stack)
+    assert finding.location == (f"{USER_FILE}{location}" if location else "")
+    assert "never logged" not in finding.summary
+
+
+def test_an_error_of_ddp_that_numbers_a_parameter_has_its_name_and_line() -> None:
+    message = (
+        "[2]: params[4] in this process with sizes [5, 8] appears not to match sizes of the same param in process 0."
+    )
+    wraps = Frame(file=f"{SITE}/torch/distributed/utils.py", line=294, function="_verify_param_shape_across_processes")
+    culprit = raised(GLOO.working(2, seq=6, phase=Phase.INIT, batch=-1), "RuntimeError", message, RUN, wraps)
+    others = [GLOO.in_barrier(n, "x", seq=7, phase=Phase.INIT, batch=-1) for n in (0, 1, 3)]
+
+    def told(steps: StepFacts) -> Finding:
+        return found(job(*others, replace(culprit, steps=steps)))["failed-rank"]
+
+    place = f"{USER_FILE}:12 in __init__"
+    finding = told(StepFacts(other_size="embed.weight", other_size_at=place))
+    assert (finding.ranks, finding.location) == ((2,), place)
+    assert finding.summary.endswith("This is the parameter 'embed.weight', made at train.py:12 in __init__.")
+    unplaced = told(StepFacts(other_size="embed.weight"))
+    assert (unplaced.location, unplaced.summary.endswith("This is the parameter 'embed.weight'.")) == ("", True)

@@ -4,7 +4,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator
 
-from lightning_ncclsafe.code.libraries import AFTER_EXCEPTION
+from lightning_ncclsafe.code.libraries import AFTER_EXCEPTION, ALL_OF_LIGHTNING
 from lightning_ncclsafe.facts import ExceptionFacts, Frame, RankFacts
 from lightning_ncclsafe.rules.kit import (
     Confidence,
@@ -166,7 +166,9 @@ def _named(ranks: tuple[int, ...], facts: RankFacts, exception: ExceptionFacts) 
 
     It is a key that a callback misses, as some ranks have never logged it, or the parameter that has another size.
     """
-    keys = (key for key in facts.steps.unmonitored if key.place and key.name in exception.message)
+    # Any other error may have a word that is the name of a key.
+    monitored = facts.steps.unmonitored if is_in(ALL_OF_LIGHTNING, exception.stack[-1:]) else ()
+    keys = (key for key in monitored if key.place and _has_word(exception.message, key.name))
     if (key := next(keys, None)) is not None:
         logged = f"{capitalised(clause(ranks, 'has|have never logged'))} {key.name!r}"
         under = f", {under_words(key.rank_condition)}" if key.rank_condition else ""
@@ -176,6 +178,11 @@ def _named(ranks: tuple[int, ...], facts: RankFacts, exception: ExceptionFacts) 
         made = f", made at {short_place(place)}" if place else ""
         return f"This is the parameter {facts.steps.other_size!r}{made}.", place
     return "", ""
+
+
+def _has_word(message: str, name: str) -> bool:
+    """Whether a message has this name, and not only as a part of another one: ``"loss"`` is not in ``"val_loss"``."""
+    return re.search(rf"(?<![\w/.-]){re.escape(name)}(?![\w/.-])", message) is not None
 
 
 def _raised_words(exception: ExceptionFacts) -> str:
