@@ -76,13 +76,13 @@ def read(
     assert found is not None
     facts = found.trainer
     at = tuple(found.within(Progress(phase=phase)) for phase in (Phase.TRAIN, Phase.VALIDATE))
-    return *at, facts.end, facts.settings, (facts.batches_begun, facts.batches, facts.validated)
+    return *at, facts.end, facts.settings, (facts.batches_before, facts.batches_begun, facts.batches, facts.validated)
 
 
 def test_training_counters_are_read(warm: Warm, tmp_path: Path) -> None:
     trains, _, end, settings, counts = read(warm, tmp_path, "train", "go-on")
     assert (trains.epoch, trains.batch_idx, trains.is_last_batch, trains.global_step) == (1, 2, False, 6)
-    assert (end, counts) == (LoopEnd.UNKNOWN, (3, 4, 2))
+    assert (end, counts) == (LoopEnd.UNKNOWN, (4, 3, 4, 2))
     assert settings["max_epochs"] == "3" and settings["limit_train_batches"] == "4" and settings["max_steps"] == "-1"
 
 
@@ -93,9 +93,9 @@ def test_should_stop_is_read(warm: Warm, tmp_path: Path) -> None:
 def test_validation_counters_are_read(warm: Warm, tmp_path: Path) -> None:
     trains, validates, end, _, counts = read(warm, tmp_path, "validate", "")
     assert (validates.epoch, validates.batch_idx, validates.is_last_batch) == (1, 1, True)
-    assert (trains.batch_idx, end, counts) == (3, LoopEnd.DATA, (4, 4, 1))
+    assert (trains.batch_idx, end, counts) == (3, LoopEnd.DATA, (4, 4, 4, 1))
 
 
 def test_an_epoch_without_a_loader_has_no_batch_yet(warm: Warm, tmp_path: Path) -> None:
     trains, _, _, _, counts = read(warm, tmp_path, "load", "")
-    assert (trains.epoch, trains.batch_idx, trains.is_last_batch, counts[0]) == (1, -1, False, 0)
+    assert (trains.epoch, trains.batch_idx, trains.is_last_batch, counts[:2]) == (1, -1, False, (4, 0))

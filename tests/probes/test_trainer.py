@@ -257,15 +257,16 @@ def test_the_batch_index_is_unset_before_the_first_batch_and_kept_after_the_last
 def test_the_first_hooks_of_an_epoch_have_no_batch(tmp_path: Path) -> None:
     """Lightning still has the counts of the previous epoch then."""
 
-    def place(probe: TrainerProbe) -> tuple[int, int, bool, int]:
+    def place(probe: TrainerProbe) -> tuple[int, int, bool, int, int | None]:
         now, facts = progress(probe), probe.facts()
         assert facts is not None
-        return now.epoch, now.batch_idx, now.is_last_batch, facts.batches_begun
+        return now.epoch, now.batch_idx, now.is_last_batch, facts.batches_begun, facts.batches_before
 
     look = Look("on_train_epoch_start", "on_train_batch_start", part=place)
     run(tmp_path, look)
-    assert look.seen["on_train_epoch_start"] == [(0, -1, False, 0), (1, -1, False, 0)]
-    assert look.seen["on_train_batch_start"][BATCHES] == (1, 0, False, 1)
+    assert look.seen["on_train_epoch_start"] == [(0, -1, False, 0, 0), (1, -1, False, 0, BATCHES)]
+    assert look.seen["on_train_batch_start"][1] == (0, 1, False, 2, 0)
+    assert look.seen["on_train_batch_start"][BATCHES] == (1, 0, False, 1, BATCHES)
 
 
 def test_validation_within_an_epoch_counts_its_own_batches(tmp_path: Path) -> None:
