@@ -116,7 +116,7 @@ def score_fault(
     rank_facts = {facts["rank"]: facts for facts in report["job"]["ranks"]} if report else {}
     truth = case.scenario
     lines = (finding.get("location", ""), finding.get("decided_at", ""))
-    told = [line.startswith(case.place) for line in lines] if case.place else []
+    told = [case.is_marked(line) for line in lines] if case.place else []
     phases = {rank_facts[rank]["progress"]["phase"] for rank in case.ranks if rank in rank_facts}
     return Score(
         case=case.name,

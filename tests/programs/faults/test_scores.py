@@ -73,6 +73,21 @@ def test_the_marked_line_is_that_of_the_source() -> None:
         truths.place_of(unmarked)
 
 
+def spread(_: object) -> None:
+    raise TimeoutError(
+        "over several lines",
+    )  # <- here
+
+
+def test_any_line_of_the_marked_statement_is_right() -> None:
+    case = replace(CASE, scenario=replace(SCENARIO, run=spread))
+    file, _, last = case.place.strip().rpartition(":")
+    places = {offset: f"{file}:{int(last) + offset} in spread" for offset in range(-3, 2)}
+    assert [offset for offset, place in places.items() if case.is_marked(place)] == [-2, -1, 0]
+    assert score_fault(case, report(location=places[-1])).line_right
+    assert score_fault(case, report(location=places[-3])).line_right is False
+
+
 def test_a_case_has_its_ranks_counted_from_the_last() -> None:
     assert CASE.ranks == (2,)
     assert replace(CASE, scenario=replace(SCENARIO, ranks=None)).ranks == (0, 1, 2)

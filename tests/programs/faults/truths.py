@@ -4,10 +4,12 @@ A scenario is a function that every rank calls. Its decorator says the truth abo
 that is to blame is marked in its source, so that the truth cannot drift from it.
 """
 
+import ast
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +132,19 @@ class Case:
     def place(self) -> str:
         """The marked line as findings name it: ``"FILE:LINE "``; empty where none is to blame."""
         return place_of(self.scenario) if self.scenario.has_line else ""
+
+    def is_marked(self, location: str) -> bool:
+        """Whether a location of a finding is the marked line, or another line of the same simple statement."""
+        file, _, line = self.place.strip().rpartition(":")
+        return any(location.startswith(f"{file}:{number} ") for number in statement_lines(file, int(line)))
+
+
+@cache
+def statement_lines(file: str, line: int) -> range:
+    """The lines of the statement that a line belongs to; of one that contains others, this line only."""
+    simple = (node for node in ast.walk(ast.parse(Path(file).read_text())) if isinstance(node, ast.stmt))
+    ranges = (range(node.lineno, (node.end_lineno or 0) + 1) for node in simple if not hasattr(node, "body"))
+    return next((lines for lines in ranges if line in lines), range(line, line + 1))
 
 
 def place_of(scenario: Scenario) -> str:
