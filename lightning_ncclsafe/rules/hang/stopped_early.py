@@ -15,8 +15,8 @@ from lightning_ncclsafe.rules.kit import (
     capitalised,
     clause,
     different_counts,
-    fewer_in_epoch,
     finding,
+    had_fewer_batches,
     hang_rule,
     joined,
     out_of_data_first,
@@ -83,7 +83,7 @@ def stopped_early(view: Timeline) -> Iterator[Finding]:
     early = out_of_data_first(view)
     trainers = {rank: facts.trainer for rank, facts in view.facts.items() if facts.trainer is not None}
     others = tuple(rank for rank in sorted(view.facts) if rank not in set(early))
-    if not early or trainers.keys() != view.facts.keys() or fewer_in_epoch(view, early):
+    if not early or trainers.keys() != view.facts.keys() or had_fewer_batches(view, early):
         return
     ends = {trainers[rank].end for rank in early}
     if validation := _validation(view, early, others, trainers):

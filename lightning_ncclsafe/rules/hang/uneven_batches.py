@@ -13,11 +13,11 @@ from lightning_ncclsafe.rules.kit import (
     Severity,
     Timeline,
     batch_words,
+    batches_through_epoch,
     capitalised,
     clause,
-    epoch_lengths,
-    fewer_in_epoch,
     finding,
+    had_fewer_batches,
     hang_rule,
     joined,
     left_loop,
@@ -181,9 +181,10 @@ def _ended(view: Timeline, rank: int) -> str:
     progress = view.facts[rank].progress
     is_counted = progress.is_last_batch or progress.phase is Phase.FINISHED
     is_in_another = progress.epoch > min(facts.progress.epoch for facts in view.facts.values())
-    if fewer_in_epoch(view, (rank,)):
-        lengths = epoch_lengths(view)
-        return f"after {lengths[rank]} batches of epoch {progress.epoch - 1}, of {max(lengths.values())} elsewhere"
+    if had_fewer_batches(view, (rank,)):
+        counts = batches_through_epoch(view)
+        most = max(counts.values())
+        return f"after {counts[rank]} batches by the end of epoch {progress.epoch - 1}; others had {most}"
     if progress.phase not in _TRAINING or (is_in_another and not is_counted):
         return f"it is at {batch_words(progress)}"
     # A loader may yield fewer batches than its length.

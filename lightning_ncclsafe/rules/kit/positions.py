@@ -277,32 +277,29 @@ def without_validation(view: Timeline, continued: tuple[int, ...], still: tuple[
 
 
 @once
-def epoch_lengths(view: Timeline) -> dict[int, int]:
-    """How many batches each rank had in the epoch of those that are behind; empty if some are still in its batches.
+def batches_through_epoch(view: Timeline) -> dict[int, int]:
+    """How many training batches each rank has had by the end of the epoch that the ranks behind have just trained on.
 
-    Also if some are further ahead than in the next epoch, or have not counted alike before.
+    Empty if some of these are still in its batches, if others are further ahead than in the next epoch, or if a number
+    is unknown.
     """
     trainers = {rank: facts.trainer for rank, facts in view.facts.items() if facts.trainer is not None}
     epochs = {rank: facts.progress.epoch for rank, facts in view.facts.items()}
-    if trainers.keys() != epochs.keys() or {*epochs.values()} != {min(epochs.values()), min(epochs.values()) + 1}:
+    first = min(epochs.values(), default=0)
+    if trainers.keys() != epochs.keys() or {*epochs.values()} != {first, first + 1}:
         return {}
-    behind = [rank for rank, epoch in epochs.items() if epoch == min(epochs.values())]
-    before = {trainers[rank].batches_before for rank in behind}
-    known = [trainers[rank].batches_before for rank in epochs if rank not in behind]
-    start = before.pop() if len(before) == 1 else None
-    if start is None or None in known or not all(positions(view)[rank].stage > 0 for rank in behind):
+    if any(positions(view)[rank].stage < 1 for rank, epoch in epochs.items() if epoch == first):
         return {}
-    return {
-        rank: one.batches_begun if rank in behind else (one.batches_before or 0) - start
-        for rank, one in trainers.items()
-    }
+    before = {rank: one.batches_before for rank, one in trainers.items() if one.batches_before is not None}
+    now = {rank: one.batches_begun if epochs[rank] == first else 0 for rank, one in trainers.items()}
+    return {rank: count + now[rank] for rank, count in before.items()} if before.keys() == trainers.keys() else {}
 
 
-def fewer_in_epoch(view: Timeline, ranks: Iterable[int]) -> bool:
-    """Whether these ranks are known to have had fewer batches in an epoch than each of the others."""
-    lengths, few = epoch_lengths(view), {*ranks}
-    others = [count for rank, count in lengths.items() if rank not in few]
-    return bool(others) and 0 < max(lengths[rank] for rank in few) < min(others)
+def had_fewer_batches(view: Timeline, ranks: Iterable[int]) -> bool:
+    """Whether these ranks are known to have had fewer batches by the end of an epoch than each of the others."""
+    counts, few = batches_through_epoch(view), {*ranks}
+    others = [count for rank, count in counts.items() if rank not in few]
+    return bool(others) and max(counts[rank] for rank in few) < min(others)
 
 
 def _has_known_length(facts: RankFacts) -> bool:

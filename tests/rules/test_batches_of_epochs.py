@@ -1,4 +1,4 @@
-"""Epochs of unequal length, known by the batches before them: a rank that is an epoch ahead may have had fewer."""
+"""Batches are counted over epochs: a rank that is an epoch ahead may have had fewer of them."""
 
 from dataclasses import replace
 
@@ -7,7 +7,7 @@ from builders import BARRIER, GLOO, NEXT, job
 from judged import first
 
 from lightning_ncclsafe.facts import JobFacts, LoopEnd, Phase, StepFacts, TrainerFacts
-from lightning_ncclsafe.rules.kit.positions import epoch_lengths, fewer_in_epoch
+from lightning_ncclsafe.rules.kit.positions import batches_through_epoch, had_fewer_batches
 from lightning_ncclsafe.rules.kit.timeline import timeline
 
 LENGTH = 7
@@ -46,7 +46,9 @@ def apart(*had: int | None, later: int = 1) -> JobFacts:
 def test_a_rank_with_fewer_batches_in_the_epoch_before_has_run_out_of_data() -> None:
     finding = first(apart(6))
     assert (finding.rule, finding.ranks) == ("uneven-batches", (2,))
-    assert finding.summary.startswith("Rank 2 has run out of data (after 6 batches of epoch 1, of 7 elsewhere) while ")
+    assert finding.summary.startswith(
+        "Rank 2 has run out of data (after 13 batches until the end of epoch 1, and not 14) while "
+    )
 
 
 @pytest.mark.parametrize(
@@ -60,18 +62,18 @@ def test_a_rank_that_is_not_known_to_have_had_fewer_has_left_out_the_validation(
     facts = apart(*had, later=later)
     finding = first(facts)
     assert (finding.rule, finding.ranks) == ("stopped-early", tuple(range(2, 2 + len(had))))
-    assert not fewer_in_epoch(timeline(facts), finding.ranks)
+    assert not had_fewer_batches(timeline(facts), finding.ranks)
 
 
-def test_the_lengths_are_those_of_the_epoch_of_the_ranks_behind() -> None:
-    assert epoch_lengths(timeline(apart(6, 7))) == {0: 7, 1: 7, 2: 6, 3: 7}
-    assert epoch_lengths(timeline(apart(6, 7, later=2))) == epoch_lengths(timeline(apart(6, None))) == {}
+def test_batches_are_counted_until_the_end_of_the_epoch_of_the_ranks_behind() -> None:
+    assert batches_through_epoch(timeline(apart(6, 7))) == {0: 14, 1: 14, 2: 13, 3: 14}
+    assert (
+        batches_through_epoch(timeline(apart(6, 7, later=2))) == batches_through_epoch(timeline(apart(6, None))) == {}
+    )
 
 
-def test_an_epoch_that_some_ranks_are_still_in_or_began_apart_has_no_length() -> None:
+def test_of_an_epoch_that_some_ranks_are_still_in_nothing_is_counted() -> None:
     first_, *others = apart(6).ranks
     in_batch = replace(first_, progress=GLOO.working(0, seq=60, epoch=1, batch=3, action=NEXT).progress)
-    assert first_.trainer is not None
-    elsewhere = replace(first_, trainer=replace(first_.trainer, batches_before=5))
-    for other in (in_batch, elsewhere, replace(first_, trainer=None)):
-        assert epoch_lengths(timeline(job(other, *others, world=3))) == {}
+    for other in (in_batch, replace(first_, trainer=None)):
+        assert batches_through_epoch(timeline(job(other, *others, world=3))) == {}
