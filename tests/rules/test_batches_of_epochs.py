@@ -47,7 +47,7 @@ def test_a_rank_with_fewer_batches_in_the_epoch_before_has_run_out_of_data() -> 
     finding = first(apart(6))
     assert (finding.rule, finding.ranks) == ("uneven-batches", (2,))
     assert finding.summary.startswith(
-        "Rank 2 has run out of data (after 13 batches until the end of epoch 1, and not 14) while "
+        "Rank 2 has run out of data (after 13 batches by the end of epoch 1; others had 14) while "
     )
 
 
