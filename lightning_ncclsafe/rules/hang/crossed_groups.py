@@ -108,9 +108,9 @@ def _is_of_one_group(circle: dict[int, tuple[str, int]]) -> bool:
 
 
 def _is_of_new_call(view: Timeline, circle: dict[int, tuple[str, int]]) -> bool:
-    """Whether some wait in a call of the user's that nobody has made before, and the others exchange the model as ever.
+    """Whether some wait in a new call of the user's that needs all ranks, and the others exchange the model as ever.
 
-    Then no order is wrong: only some ranks have come to that call.
+    Then no order is wrong: only some ranks have come to that call. Nobody has made it before.
     """
     calls = {rank: call for rank in circle if (call := view.activities[rank].collective) is not None}
     own = [rank for rank in calls if in_own_call(view, rank) and not _is_of_model(view, rank)]
@@ -118,6 +118,9 @@ def _is_of_new_call(view: Timeline, circle: dict[int, tuple[str, int]]) -> bool:
     sites = {call.site for facts in view.facts.values() for call in facts.collectives if call.completed}
     are_usual = bool(others) and all(rank in calls and calls[rank].site in sites for rank in others)
     are_new = bool(own) and all(calls[rank].site and calls[rank].site not in sites for rank in own)
+    are_new = are_new and all(
+        len(view.groups_by_name[calls[rank].group].members) == view.job.world_size for rank in own
+    )
     return are_new and are_usual and all(_is_of_model(view, rank) for rank in others)
 
 
