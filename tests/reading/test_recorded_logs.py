@@ -23,7 +23,7 @@ from lightning_ncclsafe.rules.judging import judge
 from lightning_ncclsafe.rules.recorded import RECORDED_RULES
 
 LOGS = Path(__file__).with_name("logs")
-FOLDERS = ("recorded", "threads", "held", "unseen", "afterwards", "further", "later", "wider", "other")
+FOLDERS = ("recorded", "threads", "held", "unseen", "afterwards", "further", "later", "wider", "other", "latest")
 CANNOT_TELL = "cannot-tell"
 # Which of our causes says which kind.
 KINDS = {
