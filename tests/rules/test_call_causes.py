@@ -503,17 +503,18 @@ FSDP = Frame(
 )
 
 
-def replicas(*before: str, reduced_by: Frame = FSDP) -> JobFacts:
+def replicas(*before: str, reduced_by: Frame = FSDP, of: tuple[int, ...] = (0, 1, 2, 3)) -> JobFacts:
     """Hybrid sharding: ranks 0 and 1 are in a barrier, the others reduce gradients with them, in pairs.
 
     Args:
         before: Sites of what all ranks have called earlier.
         reduced_by: What has called the reductions.
+        of: The members of the barrier's group.
     """
 
     def rank(number: int) -> RankFacts:
         pair, is_in_barrier = PAIRS[number], number < 2
-        members = {"0": (0, 1, 2, 3), pair: tuple(other for other, name in PAIRS.items() if name == pair)}
+        members = {"0": of, pair: tuple(other for other, name in PAIRS.items() if name == pair)}
         waits_in = "0" if is_in_barrier else pair
         done = [("0" if site == "barrier" else pair, site) for site in before]
         calls = [*done, ("0", "barrier") if is_in_barrier else (pair, "gradients")]
@@ -562,6 +563,10 @@ def test_calls_of_several_groups_that_are_not_new_may_be_in_another_order(
     before: tuple[str, ...], reduced_by: Frame
 ) -> None:
     assert judge(replicas(*before, reduced_by=reduced_by)).findings[0].rule == "crossed-groups"
+
+
+def test_a_new_call_that_only_some_ranks_have_to_make_may_be_in_another_order() -> None:
+    assert judge(replicas("gradients", of=(0, 1, 2))).findings[0].rule == "crossed-groups"
 
 
 def test_nccl_says_between_whom_a_receive_is() -> None:

@@ -118,10 +118,9 @@ def _is_of_new_call(view: Timeline, circle: dict[int, tuple[str, int]]) -> bool:
     sites = {call.site for facts in view.facts.values() for call in facts.collectives if call.completed}
     are_usual = bool(others) and all(rank in calls and calls[rank].site in sites for rank in others)
     are_new = bool(own) and all(calls[rank].site and calls[rank].site not in sites for rank in own)
-    are_new = are_new and all(
-        len(view.groups_by_name[calls[rank].group].members) == view.job.world_size for rank in own
-    )
-    return are_new and are_usual and all(_is_of_model(view, rank) for rank in others)
+    groups = {calls[rank].group for rank in own}
+    needs_all = all(len(view.groups_by_name[name].members) == view.job.world_size for name in groups)
+    return are_new and needs_all and are_usual and all(_is_of_model(view, rank) for rank in others)
 
 
 def _awaited_in_creation(view: Timeline) -> dict[int, tuple[str, int]]:
