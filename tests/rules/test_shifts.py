@@ -26,6 +26,10 @@ SITES = {
     "s": ("all_reduce", 8, 50),
     "z": ("barrier", 0, 60),
     "y": ("barrier", 0, 64),
+    "t": ("gather", 8, 70),  # the root's, which torch calls at another line of its own
+    "u": ("gather", 8, 70),
+    "d": ("broadcast", 1, 0),  # two of Lightning's, from one line of its strategy
+    "e": ("broadcast", 1, 0),
 }
 ZERO = "if rank == 0:  (line 59)"
 
@@ -115,6 +119,16 @@ def test_of_two_ranks_a_condition_or_what_all_have_called_before_decides() -> No
     assert first(of("rrzb", "rrbr", condition=ZERO)).ranks == (0,)
     assert first(of("rgrgrb", "rgrrb")).ranks == (1,)
     assert first(of("rgrgrg", "rgrgrr")).ranks == (1,)
+
+
+def test_the_root_of_a_call_makes_no_other_call() -> None:
+    found = shift(timeline(of("ttttt", "uuuur")), "0")
+    assert found is not None and (found.call.seq, found.callers) == (5, (1,))
+
+
+def test_a_broadcast_of_a_library_is_not_taken_for_that_of_its_root() -> None:
+    found = shift(timeline(of("dgrdgrdgrdgr", "dgrdgredgrdg")), "0")
+    assert found is not None and (found.ranks, found.call.seq, found.callers) == ((1,), 7, (1,))
 
 
 def test_of_two_ranks_both_are_named_where_nothing_decides() -> None:
