@@ -34,6 +34,7 @@ from lightning_ncclsafe.facts import (
     Group,
     HostFacts,
     JobFacts,
+    LoggedKey,
     MachineFacts,
     ModelUnit,
     Phase,
@@ -817,3 +818,26 @@ def test_what_is_called_after_an_exception_has_not_caused_it() -> None:
     finding = after_other_data(Frame(file=file, line=78, function="_interrupt"), user("on_exception", 125))
     assert "broadcast" not in finding.summary
     assert (finding.confidence, finding.location) == (Confidence.CERTAIN, "")
+
+
+@pytest.mark.parametrize(
+    ("message", "line"),
+    [
+        ("Early stopping conditioned on metric `val_loss` which is not available.", 30),
+        ("`ModelCheckpoint(monitor='val_loss')` could not find the monitored key in the returned metrics: [].", 30),
+        ("ReduceLROnPlateau conditioned on metric loss which is not available. Available metrics are: [].", 20),
+        ("Early stopping conditioned on metric `other_loss` which is not available.", 0),
+        ("CUDA error in nll_loss: device-side assert triggered; see val_loss", 0),
+    ],
+)
+def test_an_exception_of_lightning_names_the_monitored_key_that_is_missing(message: str, line: int) -> None:
+    keys = (
+        LoggedKey(name="loss", place=f"{USER_FILE}:20 in training_step"),
+        LoggedKey(name="val_loss", place=f"{USER_FILE}:30 in validation_step"),
+    )
+    failed = raised(GLOO.working(1, seq=60), "RuntimeError", message)
+    failed = replace(failed, steps=StepFacts(unmonitored=keys))
+    finding = judge(job(GLOO.waiting(0, seq=61, world=2), failed, world=2)).findings[0]
+    assert finding.rule == "failed-rank"
+    assert finding.location == next((key.place for key in keys if f":{line} " in key.place), "")
+    assert ("has never logged" in finding.summary) is bool(line)

@@ -166,7 +166,7 @@ def _named(ranks: tuple[int, ...], facts: RankFacts, exception: ExceptionFacts) 
 
     It is a key that a callback misses, as some ranks have never logged it, or the parameter that has another size.
     """
-    keys = (key for key in facts.steps.unmonitored if key.place and key.name in exception.message)
+    keys = (key for key in facts.steps.unmonitored if key.place and _is_missed(key.name, exception.message))
     if (key := next(keys, None)) is not None:
         logged = f"{capitalised(clause(ranks, 'has|have never logged'))} {key.name!r}"
         under = f", {under_words(key.rank_condition)}" if key.rank_condition else ""
@@ -176,6 +176,12 @@ def _named(ranks: tuple[int, ...], facts: RankFacts, exception: ExceptionFacts) 
         made = f", made at {short_place(place)}" if place else ""
         return f"This is the parameter {facts.steps.other_size!r}{made}.", place
     return "", ""
+
+
+def _is_missed(key: str, message: str) -> bool:
+    """Whether an exception of Lightning's says that a monitored key is missing; other keys may contain its name."""
+    missed = rf"(?:on metric `?|\bmonitor=['\"]){re.escape(key)}(?:`? which is not|['\"]\))"
+    return re.search(missed, message) is not None
 
 
 def _raised_words(exception: ExceptionFacts) -> str:

@@ -96,7 +96,7 @@ def loop_left(own: tuple[Frame, ...], other: tuple[Frame, ...]) -> Frame | None:
 
 def is_in_loop_below(own: tuple[Frame, ...], other: tuple[Frame, ...]) -> bool:
     """Whether another stack is in a loop of a function that it has called at the very line that one stack is at."""
-    is_below = [frame.line for frame in own] == [frame.line for frame in other[: len(own)]]
+    is_below = all((one.file, one.line) == (two.file, two.line) for one, two in zip(own, other, strict=False))
     return is_below and any(frame.user and _loops_around(frame) for frame in other[len(own) :])
 
 
