@@ -109,6 +109,7 @@ class Gathering:
         self._publish_info = publish_info
         self._has_moved = has_moved
         self._move_is_noted = False
+        self._stood_ns = 0
         self._began = time.monotonic()
         # Many ranks take longer to write to one store: some 0.3 ms each.
         self._answer_s = ANSWER_S + world_size / 1000
@@ -124,6 +125,7 @@ class Gathering:
     def publish(self, facts: RankFacts) -> None:
         """Publishes this rank's answer; if it leaves with an exception, also for later rounds."""
         self._answers[self._rank] = facts
+        self._stood_ns = facts.taken_ns
         # Not waited for: their launcher may end all other ranks within a second.
         self._gone = {peer.rank for peer in facts.peers if peer.state in ENDED}
         encoded = codec.encode(facts)
@@ -158,22 +160,30 @@ class Gathering:
         )
 
     def _follow(self, incident: Incident, report: Callable[[JobFacts], Verdict]) -> Verdict | None:
+        # A move that is noted after the verdict would stay on the store.
+        if (verdict := self._read_verdict()) is not None:
+            return verdict
         self._note_move()
-        return self._read_verdict() or self._take_turn(incident, report)
+        return self._take_turn(incident, report)
 
     def _note_move(self) -> None:
-        """Publishes that this rank makes progress again, unless another one has done so before."""
-        if not self._move_is_noted and self._has_moved():
-            self._move_is_noted = True
-            self._exchange.set_if_absent(self._moved_key, f"{self._rank} {time.time_ns()}".encode())
+        """Publishes that this rank makes progress again, and until when it had not, unless another one has done so."""
+        now_ns = time.time_ns()
+        if self._move_is_noted:
+            return
+        if not self._has_moved():
+            self._stood_ns = now_ns
+            return
+        self._exchange.set_if_absent(self._moved_key, f"{self._rank} {self._stood_ns}".encode())
+        self._move_is_noted = True
 
     def _moved(self) -> int | None:
-        """The first rank that made progress again, if that was before the facts of another one were taken."""
+        """The first rank that made progress again, if that may have been before the facts of another were taken."""
         noted = self._exchange.get_many([self._moved_key]).get(self._moved_key, b"").split()
         if not noted:
             return None
-        rank, moved_ns = map(int, noted)
-        is_early = any(facts.taken_ns > moved_ns for facts in self._answers.values() if facts.rank != rank)
+        rank, stood_ns = map(int, noted)
+        is_early = any(facts.taken_ns > stood_ns for facts in self._answers.values() if facts.rank != rank)
         return rank if is_early else None
 
     def _read_verdict(self) -> Verdict | None:

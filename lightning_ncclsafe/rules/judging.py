@@ -19,6 +19,7 @@ from lightning_ncclsafe.rules.kit import (
     clause,
     duration_words,
     forget,
+    is_gone,
     timeline,
     with_caught,
     with_threads,
@@ -61,10 +62,17 @@ def judge(job: JobFacts, rules: Sequence[Rule[Any]] = HANG_RULES) -> Diagnosis:
 
 def _as_of_moments(rule: Rule[Any], finding: Finding, job: JobFacts) -> Finding:
     """The same finding; no more than possible if it compares ranks whose facts are of different moments."""
-    # Machines are judged by what happened over some time, and an exception stays what it is.
-    if job.moved is None or _has_own_remedy(rule, finding, job):
+    # Machines are judged by what happened over some time.
+    if job.moved is None or rule.is_of_machine or _is_final(rule, finding, job):
         return finding
     return replace(finding, confidence=Confidence.POSSIBLE)
+
+
+def _is_final(rule: Rule[Any], finding: Finding, job: JobFacts) -> bool:
+    """Whether it is about ranks that have raised or are gone: progress of others undoes neither."""
+    view = timeline(job)
+    told = {rank for rank, facts in view.facts.items() if facts.exception is not None and rule.reads_exceptions}
+    return any(rank in told or rank in view.raised or is_gone(view, rank) for rank in finding.ranks)
 
 
 def _has_own_remedy(rule: Rule[Any], finding: Finding, job: JobFacts) -> bool:

@@ -279,13 +279,18 @@ def test_a_deadline_that_is_missed_costs_no_answer_and_no_second_report() -> Non
 
 
 @pytest.mark.parametrize("mover", [0, 1])
-@pytest.mark.parametrize("is_early", [True, False])
-def test_progress_before_the_last_answer_is_noted(mover: int, is_early: bool) -> None:
+@pytest.mark.parametrize(
+    ("later_s", "is_early"),
+    [
+        pytest.param(0.0, False, id="all answers are as old as its own"),
+        pytest.param(0.5, True, id="one is newer, but older than the note of its move"),
+        pytest.param(60.0, True, id="one is newer than the note"),
+    ],
+)
+def test_progress_before_the_last_answer_is_noted(mover: int, later_s: float, is_early: bool) -> None:
     shared, ranks = SharedMemory(), range(3)
-    moves_ns = time.time_ns()
-    taken_ns = {rank: moves_ns - 1_000_000_000 for rank in ranks}
-    if is_early:
-        taken_ns[2] = moves_ns + 60_000_000_000
+    taken_ns = dict.fromkeys(ranks, time.time_ns() - 1_000_000_000)
+    taken_ns[2] += int(later_s * 1e9)
     # Its own answer is of before it moved, or the mover is not one.
     parts = [part_of(MemoryExchange(shared), rank, 3, has_moved=lambda rank=rank: rank == mover) for rank in ranks]
     for rank, part in enumerate(parts):

@@ -379,6 +379,25 @@ def test_a_rank_that_had_fewer_batches_in_the_validation_that_others_end_has_les
     assert out_of_data_first(timeline(facts)) == ((1,) if is_short else ())
 
 
+@pytest.mark.parametrize("short", [(1,), (1, 2)])
+def test_ranks_in_the_next_epoch_had_fewer_batches_in_the_one_that_others_end(short: tuple[int, ...]) -> None:
+    told = {n: TrainerFacts(settings={}, batches_begun=10, batches_before=0, validated=5) for n in range(4)}
+    told |= {n: TrainerFacts(settings={}, batches_begun=1, batches_before=8, validated=2) for n in short}
+    own = user("validation_step", 44)
+    here = {
+        "outstanding": 1,
+        "sizes": ((10,),),
+        "phase": Phase.VALIDATE,
+        "action": "[LightningModule]Net.validation_step",
+        "batch": 5,
+    }
+    ranks = {n: GLOO.rank(n, own, ALL_REDUCE, seq=61, **here) for n in range(4)}  # type: ignore[arg-type]
+    ranks |= {n: GLOO.waiting(n, seq=61, epoch=1, batch=0) for n in short}
+    finding = first(job(*(replace(facts, trainer=told[n]) for n, facts in ranks.items())))
+    assert (finding.rule, finding.ranks) == ("uneven-batches", short)
+    assert "run out of data (after 8 batches by the end of epoch 0; others had 10) while ranks" in finding.summary
+
+
 def test_a_rank_that_was_asked_to_stop_has_not_left_out_a_validation() -> None:
     """With NCCL, rank 0 may come as far as the next validation before it waits for the batch that is not trained on."""
     ranks = {facts.rank: facts for facts in _generates(4).ranks}

@@ -16,7 +16,7 @@ from test_shifts import of
 
 from lightning_ncclsafe.facts import Action, Branch, Collective, Decides, Frame, JobFacts, ModelUnit, Phase, UnitKind
 from lightning_ncclsafe.probes.process.control_flow import ControlFlow
-from lightning_ncclsafe.rules.kit.frames import loop_left
+from lightning_ncclsafe.rules.kit.frames import is_in_loop_below, loop_left
 from lightning_ncclsafe.rules.kit.timeline import timeline
 from lightning_ncclsafe.rules.kit.user_lines import (
     DecidingBranches,
@@ -372,6 +372,18 @@ def test_the_loop_that_a_rank_has_left_is_one_whose_passes_may_differ() -> None:
         assert loop is not None and (loop.line, loop.code) == (3, "for batch in loader:")
     assert loop_left(past, between) is None  # all ranks pass a counted loop equally often
     assert loop_left(inside, past) is None
+
+
+def test_a_loop_below_a_line_is_one_of_a_function_that_is_called_there() -> None:
+    calls = user("step", 40)
+    loop = Branch(line=8, test="for part in parts:  (line 8)", on=Decides.PASSES, until=9)
+    inside = replace(user("reduced", 9), branches=(loop,))
+    assert is_in_loop_below((calls,), (calls, inside))
+    assert not is_in_loop_below((calls, inside), (calls, inside))
+    assert not is_in_loop_below((calls,), (calls, user("reduced", 9)))
+    elsewhere = replace(calls, file="/home/me/project/other.py")
+    assert not is_in_loop_below((elsewhere,), (calls, inside))
+    assert not is_in_loop_below((calls, inside, calls), (calls,))
 
 
 RETURN = Branch(line=39, test="if not batch.any():  (line 38)", on=Decides.VALUE, jump="return")

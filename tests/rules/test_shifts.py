@@ -32,6 +32,9 @@ SITES = {
     "d": ("scatter", 8, 34),
     # Not so: no rank is the root of it.
     "t": ("all_reduce", 8, 50),
+    # Two of Lightning's, from one line of its strategy.
+    "p": ("broadcast", 1, 0),
+    "q": ("broadcast", 1, 0),
 }
 ZERO = "if rank == 0:  (line 59)"
 
@@ -121,6 +124,11 @@ def test_of_two_ranks_a_condition_or_what_all_have_called_before_decides() -> No
     assert first(of("rrzb", "rrbr", condition=ZERO)).ranks == (0,)
     assert first(of("rgrgrb", "rgrrb")).ranks == (1,)
     assert first(of("rgrgrg", "rgrgrr")).ranks == (1,)
+
+
+def test_a_broadcast_of_a_library_is_not_taken_for_that_of_its_root() -> None:
+    found = shift(timeline(of("pgrpgrpgrpgr", "pgrpgrqpgrpg")), "0")
+    assert found is not None and (found.ranks, found.call.seq, found.callers) == ((1,), 7, (1,))
 
 
 def test_of_two_ranks_both_are_named_where_nothing_decides() -> None:

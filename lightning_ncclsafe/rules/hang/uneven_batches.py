@@ -92,7 +92,7 @@ def _finding(view: Timeline, short: tuple[int, ...]) -> Finding:
     stage = _CALLS.get(view.facts[others[0]].progress.phase, "training")
     how = "run out of data" if is_known and not is_stopped else f"ended {verb(short, 'its', 'their')} {stage}"
     where = batch_words(view.facts[others[0]].progress)
-    ended = _ended(view, short[0])
+    ended = _ended(view, short)
     text = (
         f"{clause(short, 'has|have')} {how}{f' ({ended})' if ended else ''} while "
         f"{clause(others, 'is|are still')} {where if where.startswith('in ') else f'in {where}'}"
@@ -176,12 +176,12 @@ def _severity(view: Timeline, short: tuple[int, ...]) -> Severity | None:
     return Severity.ERROR if is_final else None
 
 
-def _ended(view: Timeline, rank: int) -> str:
-    """``"after 20 batches of epoch 3"``; empty if a rank has finished and its batches are not known."""
-    progress = view.facts[rank].progress
+def _ended(view: Timeline, short: tuple[int, ...]) -> str:
+    """``"after 20 batches of epoch 3"``, by the first rank; empty if it has finished and its batches are not known."""
+    rank, progress = short[0], view.facts[short[0]].progress
     is_counted = progress.is_last_batch or progress.phase is Phase.FINISHED
     is_in_another = progress.epoch > min(facts.progress.epoch for facts in view.facts.values())
-    if had_fewer_batches(view, (rank,)):
+    if had_fewer_batches(view, short):
         counts = batches_through_epoch(view)
         most = max(counts.values())
         return f"after {counts[rank]} batches by the end of epoch {progress.epoch - 1}; others had {most}"

@@ -88,11 +88,14 @@ def shift(view: Timeline, group: str) -> Shift | None:
 
 
 def _differ_by_root(view: Timeline, calls: Mapping[int, Collective]) -> bool:
-    """Whether all have made one call there with a root, for which torch has the root go another way."""
+    """Whether all have made one call of the user's there with a root, for which torch has the root go another way."""
     callers = Counter(call.site for call in calls.values())
-    lines = {tuple((frame.file, frame.line) for frame in _users(view.with_stack(call))) for call in calls.values()}
-    is_same = len({call.op for call in calls.values()}) == 1 and len(lines) == 1
-    return is_same and next(iter(calls.values())).op in ROOTED and len(callers) == 2 and min(callers.values()) == 1
+    with_stacks = [view.with_stack(call) for call in calls.values()]
+    # Libraries make different calls with a root from one line: a broadcast of the strategy serves many callers.
+    are_users = all(map(_users, with_stacks))
+    places = {tuple((frame.file, frame.line) for frame in call.stack) for call in with_stacks}
+    is_same = are_users and len({call.op for call in with_stacks}) == 1 and len(places) == 1
+    return is_same and with_stacks[0].op in ROOTED and len(callers) == 2 and min(callers.values()) == 1
 
 
 @once
