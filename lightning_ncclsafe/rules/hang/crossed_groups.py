@@ -108,9 +108,9 @@ def _is_of_one_group(circle: dict[int, tuple[str, int]]) -> bool:
 
 
 def _is_of_new_call(view: Timeline, circle: dict[int, tuple[str, int]]) -> bool:
-    """Whether some wait in a call of the user's that nobody has made before, and the others exchange the model as ever.
+    """Whether some wait in a user's call that no rank has made before, and the others exchange the model as usual.
 
-    Then no order is wrong: only some ranks have come to that call.
+    Then no order is wrong: only some ranks have reached that call.
     """
     calls = {rank: call for rank in circle if (call := view.activities[rank].collective) is not None}
     own = [rank for rank in calls if in_own_call(view, rank) and not _is_of_model(view, rank)]
