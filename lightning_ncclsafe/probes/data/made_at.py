@@ -2,7 +2,7 @@
 
 It follows the source back from where the Trainer gets the loader, through names and classes that only hold data, to the
 first line that does more. If a line before that chooses among data by a known function, it is that one. Nothing is
-executed, and where several lines may have made a value, none of them is told.
+executed, and where several lines may have made a value, none of them is named.
 """
 
 import ast

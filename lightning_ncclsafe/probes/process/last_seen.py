@@ -1,7 +1,7 @@
 """Where a rank was when it last wrote that down, for peers that find its process gone.
 
-A process that is killed can tell nothing any more. So each rank keeps its place in a small file in memory, and a peer
-of its host that opened the file earlier, through ``/proc/PID/fd``, can still read it afterwards.
+A process that was killed can report nothing any more. So each rank keeps its place in a small file in memory, and a
+peer of its host that opened the file earlier, through ``/proc/PID/fd``, can still read it afterwards.
 """
 
 import os
