@@ -34,7 +34,7 @@ _NAME_WIDTH = 16
 _READING = "Reading samples for a fingerprint"
 
 _TABLE_ROWS = 16
-# So many equal rows are no coincidence.
+# This many equal rows are no coincidence.
 _COMPARED_ROWS = 64
 
 _ITEMS = 8

@@ -54,7 +54,7 @@ class LastSeenFile:
                 os.pwrite(self._fd, text, 0)
 
     def close(self) -> None:
-        """Closes the file; who has it open finds nothing in it any more."""
+        """Closes the file; a process that has it open finds nothing in it any more."""
         with self._lock, suppress(OSError):
             if self._is_open():
                 os.ftruncate(self._fd, 0)
