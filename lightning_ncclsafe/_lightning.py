@@ -46,7 +46,7 @@ _HOMES = {
 
 def imported(names: Sequence[str] = NAMES) -> list[str]:
     """Lightning's packages that the program has imported."""
-    # Some programs alias one name to the other, or to None; the spec tells.
+    # Some programs alias one name to the other, or to None; the spec shows that.
     specs = {name: getattr(sys.modules.get(name), "__spec__", None) for name in names}
     return [name for name, spec in specs.items() if getattr(spec, "name", None) == name]
 

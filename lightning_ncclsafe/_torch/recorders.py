@@ -35,7 +35,7 @@ _DRIVER_ANSWERS_S = 1.0
 
 
 def dumps(*, collectives: bool) -> Iterator[dict[str, Any]]:
-    """The content of each Flight Recorder of this process, as PyTorch's own JSON; back ends are told apart.
+    """The content of each Flight Recorder of this process, as PyTorch's own JSON; back ends are distinguished.
 
     Args:
         collectives: Whether to include the entries; without them only the position of each group is dumped, which
@@ -164,7 +164,7 @@ class _PlainUnpickler(pickle.Unpickler):
 
 
 def entries(*, stacks: bool = False) -> Iterator[list[dict[str, Any]]]:
-    """The entries of each Flight Recorder of this process, oldest first; back ends are told apart.
+    """The entries of each Flight Recorder of this process, oldest first; back ends are distinguished.
 
     As pickle, which takes half the time of JSON: some 7 µs an entry (torch 2.13). The GIL is held meanwhile, so
     recorders of more than ``MOST_ENTRIES`` are not read, nor is any while CUDA's driver does not answer.

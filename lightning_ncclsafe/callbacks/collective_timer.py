@@ -30,8 +30,8 @@ class CollectiveTimerHooks(NeedsGuard):
     ``…-collectives.txt``, and ``…-trace.json.gz`` for https://ui.perfetto.dev.
 
     Args:
-        every_n_steps: Ranks share what they have recorded, and log scalars, about every so many steps; at most twice a
-            second and, in a large job, at most every 10 ms for each rank.
+        every_n_steps: Ranks share what they have recorded, and log scalars, after about this many steps; at most twice
+            a second and, in a large job, at most every 10 ms for each rank.
         table: Whether to write a table at the end, and print that of ``fit``.
         trace: Whether to write a trace at the end. It has the last three minutes, or with long steps the last MiB, at
             most 64 MiB, and before that the collectives at which ranks were furthest apart.

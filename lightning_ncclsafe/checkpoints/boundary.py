@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from lightning_ncclsafe._lightning import package_of
 from lightning_ncclsafe._torch import tensors
 
-# A callback's or a datamodule's state of at most so many values is copied at each boundary; a larger one is read at
+# A callback's or a datamodule's state of at most this many values is copied at each boundary; a larger one is read at
 # the end.
 _MOST_VALUES = 256
 

@@ -32,11 +32,11 @@ METADATA = ".metadata"
 _NAME = re.compile(r"just-in-time-epoch=\d+-step=(\d+)(?:-v\d+)?\.ckpt")
 _PARTIAL = ".just-in-time@{host}@{pid}@{id}.ncclsafe-partial"
 _PARTIALS = re.compile(r"\.just-in-time@(?P<host>[^@]*)@(?P<pid>\d+)@[0-9a-f]+\.ncclsafe-partial")
-# No process writes for so long, on any host.
+# No process writes for this long, on any host.
 _OLD_S = 86_400.0
 # How long it may take until another host's folder becomes visible.
 _SEEN_S = 3.0
-# Two jobs that share a folder reach the same step now and then, but not so often.
+# Two jobs that share a folder reach the same step now and then, but not this often.
 _MOST_NAMESAKES = 1000
 
 

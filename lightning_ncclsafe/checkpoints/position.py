@@ -109,7 +109,7 @@ class DataPosition:
         self._ahead = then
 
     def _after(self, batches: int) -> dict[str, Any]:
-        """The position after so many batches of the epoch, with random numbers as they are now."""
+        """The position after this many batches of the epoch, with random numbers as they are now."""
         loaders = [loader.record(batches) if loader is not None else None for loader in self._loaders]
         return {
             # Those of a checkpoint are restored in a moment.

@@ -46,7 +46,7 @@ _MOST_TRIED = 8
 _VERSION = 1
 
 
-# All that save now, on any thread of this process.
+# All savers that are at work, on any thread of this process.
 _savers: "WeakSet[Saver]" = WeakSet()
 
 
@@ -352,7 +352,7 @@ class Saver:
     def _write(self, exchange: Exchange, boundary: Boundary, order: Sequence[Candidate], cause: str) -> Path:
         made = contents(self._trainer, self._ledger, boundary, self._weights)
         made[KEY] = self._own_part(exchange, boundary, order, cause)
-        # A copy from the device cannot change any more; otherwise, state is read while it is written.
+        # A copy from the device cannot change any more; other state is read while the file is written.
         if self._ledger.is_on_device:
             made = tensors.to_host(made)
             self._ledger.check(boundary)

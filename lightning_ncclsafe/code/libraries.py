@@ -227,7 +227,7 @@ HOOKS_OF_CALLBACKS = _in(_PYTORCH, "trainer/*.py", functions="_call_callback_hoo
 HOOKS_OF_STRATEGIES = _in(_PYTORCH, "trainer/*.py", functions="_call_strategy_hook")
 STRATEGY_BARRIER = _in(_PYTORCH, "strategies/*.py", functions="barrier")
 ALL_OF_LIGHTNING = _in(_PYTORCH, "*") | _in(_FABRIC, "*")
-# What may be around any call, and does not tell which one it is.
+# What may be around any call, and does not show which one it is.
 HELPERS = ALL_OF_LIGHTNING | _in(_TORCH, "utils/_contextlib.py")
 TRAINER_STAGE = _in(_PYTORCH, "trainer/trainer.py", functions="_run_stage")
 INFINITE_BARRIER = _in(_FABRIC, "utilities/distributed.py", functions="__exit__ __call__")

@@ -1,7 +1,7 @@
-"""Tells of a collective that has ended although ranks had called different ones: NCCL compares neither op nor size.
+"""Reports a collective that has ended although ranks had called different ones: NCCL compares neither op nor size.
 
-Such a training does not hang, or only much later: it continues with wrong results. Rank 0 says which calls they were,
-and of those who made the same call, the lowest rank says at which line.
+Such a training does not hang, or only much later: it continues with wrong results. Rank 0 prints which calls they were.
+Of the ranks that made the same call, the lowest prints its line.
 """
 
 from itertools import chain
@@ -31,7 +31,7 @@ def mispairing_words(found: Mispairing) -> str:
 
 
 def own_call_words(found: Mispairing, rank: int) -> str:
-    """Where this rank has made its call, if it is the lowest of those that made the same; otherwise empty.
+    """Where this rank has made its call, if it is the lowest of the ranks that made the same call; otherwise empty.
 
     Reads source files, and takes some 10 µs for each entry of the recorders. Empty also where the recorder has
     forgotten the call.

@@ -125,7 +125,7 @@ class Timer:
             every_n_steps=settings.every_n_steps,
             recorder_size=recorders.size(RECORDER_SIZE),
         )
-        # The longest pause; the others' last words are most often milliseconds behind.
+        # The longest pause; the others' last windows are most often milliseconds behind.
         self._poll_s = poll_interval_s(world_size)
         self._unsent: list[Window] = []
         self._shared_at = time.monotonic()
@@ -240,7 +240,7 @@ class Timer:
             self._is_unsent = False
 
     def _tell_mispairing(self, found: Mispairing | None) -> None:
-        """Tells, once, where this rank has made its call."""
+        """Prints, once, where this rank has made its call."""
         if found is not None and not self._mispairing_told:
             self._mispairing_told = True
             with OwnWork():

@@ -15,7 +15,7 @@ from lightning_ncclsafe.timing.windows import Window, WindowError, decode, empty
 FAN = 32
 """Ranks per leader."""
 
-# So many turns of a writer may be unread.
+# This many turns of a writer may be unread.
 _SLOTS = 4
 _NUMBER_BYTES = 8
 # More windows than these are joined into one, which has no more calls than one window.
@@ -102,7 +102,7 @@ class Tree:
             self._outgoing = self._sent.to_bytes(_NUMBER_BYTES, "little") + encode(window)
             self._held = []
         if self._outgoing:
-            # It may arrive although this raises. It is sent again with the same number, so the reader can tell.
+            # It may arrive although this raises. It is sent again with the same number, so the reader recognises it.
             self._exchange.set(_key(self._rank, self._sent), self._outgoing)
             self._sent += 1
             self._outgoing = b""

@@ -18,7 +18,7 @@ from lightning_ncclsafe.exchange.waiting import wait_for
 # Which processes have published in a folder; and that its parent folder is ours, too.
 _USER = ".user@"
 _PARENT_IS_OURS = ".parent-is-ours"
-# What a file system says that has no hard links, as those over object stores and SMB.
+# The errors of a file system without hard links, such as those over object stores and SMB.
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 _CLAIM = "@claim"
 # How long a rank may take from its claim to the value.

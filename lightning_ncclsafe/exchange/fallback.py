@@ -1,6 +1,6 @@
 """Exchanges over others that may not answer: each call within a deadline, and then over another exchange.
 
-Of all that ranks wait for, storage is the most common.
+Storage is what ranks wait for most often.
 """
 
 import queue
@@ -112,7 +112,7 @@ class CallThread:
 
 
 class _OverAnother:
-    """An exchange that passes each call on to another; :meth:`_call` says to which, and how."""
+    """An exchange that passes each call on to another; :meth:`_call` decides to which, and how."""
 
     def _call(self, call: Callable[[Exchange], T]) -> T:
         raise NotImplementedError

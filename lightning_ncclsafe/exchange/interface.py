@@ -57,7 +57,7 @@ def in_parts(keys: Iterable[str]) -> Iterator[list[str]]:
 
 
 def first_rank(exchange: Exchange, key: str, rank: int) -> int:
-    """The rank that reached this point first: it does for all what each of them would do."""
+    """The rank that reached this point first: it does on behalf of all what each of them would do."""
     return int(exchange.set_if_absent(key, str(rank).encode()))
 
 

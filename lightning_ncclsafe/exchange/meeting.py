@@ -1,7 +1,7 @@
 """How all ranks reach one verdict: each publishes its facts, rank 0 judges, and all ranks follow the verdict.
 
 No rank waits forever. A rank that cannot take part announces that once, and is not waited for again. Ranks that do not
-come are given up after a deadline, and the first rank to give up decides for all that there is no verdict.
+arrive are given up after a deadline, and the first rank to give up decides for all that there is no verdict.
 """
 
 from collections.abc import Callable

@@ -27,7 +27,7 @@ _LEAST_RANGE = 64
 _LONGEST_RANGE = 1 << 17
 # The most members of all ranges in one text: otherwise a few bytes could ask for any number of them.
 _MOST_MEMBERS = 1 << 23
-# Names, paths, shapes and frames are the same on most ranks; so many different ones are shared.
+# Names, paths, shapes and frames are the same on most ranks; at most this many different ones are shared.
 _SHARED = 4096
 _SHORT = 200
 _ABSENT = object()

@@ -105,7 +105,7 @@ class NotRecorded(str, Enum):
     LOST = "lost"
     """The recorder has entries, and those of the group have been overwritten."""
     DRIVER_SILENT = "driver-silent"
-    """CUDA's driver did not answer, and to read the recorder would have stopped all Python of the rank."""
+    """CUDA's driver did not answer, and reading the recorder would have stopped all Python code of the rank."""
     OUTSIDE = "outside"
     """The rank was inspected from outside, where its recorder cannot be read."""
 

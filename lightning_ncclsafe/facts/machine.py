@@ -131,7 +131,7 @@ class EndedProcess:
         exit_code: Its exit code, if it exited by itself.
         ago_s: Seconds since it ended; None if its end was not observed and its parent has not reaped it.
         is_replaced: Whether its parent has reaped it; a process pool has then started another.
-        stack: Where the thread was, outermost frame first, that a fatal signal struck; only of a forked child.
+        stack: Where the thread that a fatal signal struck was, outermost frame first; only of a forked child.
     """
 
     pid: int

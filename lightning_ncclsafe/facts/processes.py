@@ -21,8 +21,8 @@ class LastSeen:
     Attributes:
         progress: The progress of its Trainer.
         stack: The user's frames below the Trainer, outermost first; empty if it was making progress.
-        stayed: How many of these, the outermost ones, are in functions that it had not been seen outside of since its
-            last progress.
+        stayed: How many of these, from the outermost on, are in functions that the rank had not been seen to leave
+            since its last progress.
     """
 
     progress: Progress

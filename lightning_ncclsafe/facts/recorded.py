@@ -26,13 +26,13 @@ class StatementKind(str, Enum):
     OTHER_SIZES = "other-sizes"
     """Ranks have called one operation with different sizes or types, according to a comparison of all ranks."""
     OTHER_MODEL = "other-model"
-    """A rank has read another number of parameters from another rank; NCCL does not check that it is one."""
+    """A rank has read a different number of parameters from another rank; NCCL does not check what is read."""
     OTHER_OPERATIONS = "other-operations"
     """The same for different operations."""
     LATE = "late"
     """Ranks have not called yet what others wait in, according to a warning: they may still call it."""
     APART = "apart"
-    """Ranks wait for each other in different operations, according to a warning: they may still come."""
+    """Ranks wait for each other in different operations, according to a warning: they may still arrive."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,14 +40,14 @@ class Statement:
     """What a log states about ranks, or about processes whose rank it does not give.
 
     Attributes:
-        kind: What it says.
+        kind: What it states.
         ranks: The ranks that it is about, ascending; empty if it does not name them.
         by: The rank that wrote it; None if unknown.
         detail: The rest of it in words, from the log.
         exit_code: The exit code of a process; minus the signal's number if a signal ended it.
         local_rank: Number of the process among those of its host.
-        count: How many ranks have come.
-        of: How many should come.
+        count: How many ranks have arrived.
+        of: How many should arrive.
         line: The line, cut to 300 characters.
     """
 

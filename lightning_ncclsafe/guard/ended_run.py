@@ -63,7 +63,7 @@ class EndedRun:
         self._close()
         self.save(raised=False)
         self._let_the_failed_leave()
-        # As the failed rank leaves, the collective in which the main thread waits may break.
+        # When the failed rank leaves, the collective in which the main thread waits may break.
         if self._leaves_by_itself():
             return
         end_run(
@@ -102,7 +102,7 @@ class EndedRun:
         )
 
     def _may_others_come(self) -> bool:
-        """Whether a rank is still starting, and has to find that the others have given up."""
+        """Whether a rank is still starting, and has to learn that the others have given up."""
         if self._own.connection.has_joined:
             return False
         here = self._own.place.ranks_here

@@ -1,9 +1,9 @@
 """Ending a run: the process exits once the report is written, and until then it neither trains nor saves.
 
-Process groups are not aborted. After an abort, waits in NCCL return as if nothing had happened, what was queued behind
-the aborted collective, an optimizer's step for instance, runs on partial sums, and the next line may save the result.
-An abort of several communicators may also deadlock, with locks that Python's exit needs. A process that leaves by
-``os._exit`` has no such next line, and no handlers of ``atexit``, destructors or threads to wait for.
+Process groups are not aborted. After an abort, waits in NCCL return as if nothing had happened. What was queued behind
+the aborted collective, such as an optimizer's step, runs on partial sums, and the next line may save the result. An
+abort of several communicators may also deadlock, with locks that Python's exit needs. A process that leaves by
+``os._exit`` has no such next line, and no ``atexit`` handlers, destructors or threads to wait for.
 
 Others may still abort: PyTorch's own watchdog, depending on ``TORCH_NCCL_ASYNC_ERROR_HANDLING``, or a broken
 connection. So the Trainer's thread is held: it returns from its wait, but never reaches the next line.
@@ -126,7 +126,7 @@ class Ending:
             self._partial.discard(partial_path)
 
     def exit_within(self, seconds: float) -> None:
-        """Ends this process after so many seconds, whatever it does then; an earlier deadline stays in force."""
+        """Ends this process after this many seconds, whatever it does then; an earlier deadline stays in force."""
         if self._thread is not None:
             self._deadline.set(seconds)
 
@@ -273,7 +273,7 @@ def _in_background(act: Callable[[], None]) -> threading.Thread:
 
 
 def _try_for(seconds: float, act: Callable[[], None]) -> None:
-    """Runs something in a thread and waits so long for it; it may fail, or never return."""
+    """Runs something in a thread and waits this long for it; it may fail, or never return."""
 
     def attempt() -> None:
         with suppress(Exception):
@@ -315,11 +315,11 @@ def end_run(
 
     Args:
         make_error: Makes the error that attempts to save raise meanwhile.
-        write_logs: Writes what loggers were given to storage, within so many seconds.
+        write_logs: Writes what loggers were given to storage, within the seconds that it is given.
         logging_ranks: Ranks that have such loggers.
         end_frozen: Ends ranks that cannot end themselves; after logs are written, as launchers end all ranks with one.
         before_exit: Called before the process exits; its failure is ignored.
-        may_others_come: Whether ranks are still starting, and have to find that the others have given up.
+        may_others_come: Whether ranks are still starting, and have to learn that the others have given up.
     """
     ending.exit_within(_LEAVES_S)
     ending.close(make_error)
@@ -371,6 +371,6 @@ def wait_for_others(exchange: Exchange, rank: int, world_size: int) -> None:
     """Waits, at most 3 s, until the other ranks no longer need the store."""
     others = [f"left/{other}" for other in range(world_size) if other != rank]
     with suppress(ExchangeError):
-        # They are on their way.
+        # Ranks are still starting.
         poll_s = poll_interval_s(world_size)
         wait_for_keys(exchange, others, deadline_s=_OTHERS_LEAVE_S, poll_s=poll_s / 10, longest_poll_s=poll_s)

@@ -53,7 +53,8 @@ class Guard:
         report_dir: The folder of all incidents; made when the first one is reported.
         exchange: What the ranks share before they have joined the process group.
         ending: Refuses saves and steps once the run is being ended.
-        write_logs: Writes what loggers were given to storage, within so many seconds, before this process exits.
+        write_logs: Writes what loggers were given to storage, within the seconds that it is given, before this process
+            exits.
         before_exit: Called last before this process exits.
         save: Saves the state of a run that ends; see :data:`~lightning_ncclsafe.guard.ended_run.Save`.
         phase_kind: What kind of phase the Trainer is in, and the index of its batch; costs next to nothing.
@@ -130,7 +131,7 @@ class Guard:
             self._rank_hosts.announce(
                 exchange, own_address_towards(self._own.place.master_address, self._own.place.master_port)
             )
-        # A rank that ends soon, in its very first collective for instance, leaves nothing to those that do not know it.
+        # If a rank ends soon, for instance in its very first collective, only ranks that know it by then learn why.
         for _ in range(_MEETING_TURNS):
             self._watchdog.wake()
             if self._local_ranks.wait_until_met(_MEETING_S / _MEETING_TURNS) or self._own.state.is_off:

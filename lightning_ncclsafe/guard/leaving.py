@@ -140,7 +140,7 @@ class Leaving:
         return self._own.state.ends_run or self._own.state.is_off or bool(self._own.connection.exchange.lost)
 
     def _ask_who_stays(self) -> None:
-        """Has all ranks asked before this one leaves: without it, and perhaps the store, no rank can ask any more."""
+        """Has all ranks asked before this one leaves: later, without it and perhaps without the store, none can ask."""
         if self._own.state.open_incident is None and not self._cannot_ask():
             self._own.state.is_leaving = True
             self._wake_watchdog()

@@ -24,8 +24,8 @@ _PATIENCE_S = 2.0
 # Between two looks; longer if a search takes long because the host has many processes.
 _LOOK_S = 2.0
 _SEARCH_SHARE = 0.05
-# Longer than a search takes among some thousand processes. The kernel may not give the environment of a process
-# that is stuck on storage until it is no longer stuck.
+# Longer than a search takes among some thousand processes. While a process is stuck on storage, the kernel may not give
+# its environment.
 _SEARCH_S = 2.0
 # A process that is gone in one look may be restarted by its launcher before the next.
 _LOOKS_UNTIL_LOST = 2

@@ -15,7 +15,7 @@ from lightning_ncclsafe.guard.shared import GuardedRank, IncidentEntry
 from lightning_ncclsafe.guard.stuck import StuckDetector
 from lightning_ncclsafe.rules.kit.activity import activity
 
-# A rank that has made no progress for this share of the time for which the first one has is part of the same stall.
+# A rank is part of a stall if it has made no progress for this share of the first rank's time without progress.
 _AS_LONG = 0.5
 # By how much time exceptions of ranks that all raise the same may differ, so that they do not look like one rank's.
 _SAME_EXCEPTION_S = 2.0

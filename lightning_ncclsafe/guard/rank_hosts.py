@@ -191,7 +191,7 @@ def _outcome(number: int) -> ConnectionAttempt:
 
 
 def _tried(job: JobFacts, here: str) -> tuple[TriedAddress, ...]:
-    """What comes of the addresses that the other hosts' back ends use."""
+    """The outcomes for the addresses that the other hosts' back ends use."""
     if job.incident.kind not in _STANDSTILLS or job.silent or not all(map(_waits, job.ranks)):
         return ()
     own = {address for facts in job.ranks if facts.host == here for address in _address(facts.machine.interface)}

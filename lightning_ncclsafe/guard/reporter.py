@@ -33,12 +33,12 @@ class Verdict:
         is_reported: Whether anything was written or printed; not if all ranks raise the same, or the wait is expected.
         findings: The causes found, the most probable first.
         ends_run: Whether the run cannot continue and must be ended.
-        quiet_s: For how many seconds ranks are to ask nothing more, as what they wait for is expected to take so long;
-            nothing was written or printed then. 0 otherwise.
+        quiet_s: For how many seconds ranks ask nothing more, because what they wait for is expected to take that long;
+            then nothing was written or printed. 0 otherwise.
         frozen: Ranks that cannot end themselves: stopped, or with the interpreter's lock held.
         logging_ranks: Ranks with loggers off the training thread: what these were given has to be written first.
         raised: Ranks that leave with their own exception, and print its traceback.
-        is_joint: Whether no rank is left that trains on: all have raised the same, or have finished.
+        is_joint: Whether no rank is left that still trains: all have raised the same, or have finished.
         reported_on: Name of the host on whose terminal it was printed.
     """
 
@@ -153,7 +153,7 @@ def _all_raised_alike(job: JobFacts) -> bool:
 
 
 def _where(exception: ExceptionFacts) -> tuple[object, ...]:
-    """What is the same on ranks that raise alike; what a line says, a rank may not have read in time."""
+    """What is the same on ranks that raise alike; without the code of lines, which a rank may not have read in time."""
     return exception.type, *((frame.file, frame.line, frame.function) for frame in exception.stack[-1:])
 
 

@@ -16,10 +16,10 @@ from lightning_ncclsafe.rules.kit.expected_waits import is_compiling
 MAX_SUSPICIONS = 20
 # The same for waits up to the limit, if that does not end the run.
 MAX_REPORTS_AT_LIMIT = 20
-# A round that reports nothing, because the wait is expected, leaves a few entries on the store. After so many, ranks
-# are asked only when they have waited for longer than expected.
+# A round that reports nothing, because the wait is expected, leaves a few entries on the store. After this many rounds,
+# ranks are asked only when they have waited for longer than expected.
 MAX_QUIET_ROUNDS = 500
-# A rank that waits by itself asks after so many times the threshold.
+# A rank that waits by itself asks after this many times the threshold.
 _ASKED_FIRST = 2
 # A shorter pause between two ticks is no standstill.
 _LEAST_STANDSTILL_S = 0.025
@@ -155,7 +155,7 @@ class StuckDetector:
         self._idle_s = max(self._idle_s, idle_s)
 
     def be_quiet_for(self, quiet_s: float) -> None:
-        """Treats the rank as not stuck for so many seconds: what it waits for is known to take so long."""
+        """Treats the rank as not stuck for this many seconds: what it waits for is known to take that long."""
         self._quiet_rounds += 1
         self._thresholds.be_quiet_for(quiet_s)
 

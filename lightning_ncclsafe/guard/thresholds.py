@@ -16,8 +16,8 @@ from lightning_ncclsafe.settings import BACKSTOP_S, Limits
 FLOOR_S = 10.0
 # Where nothing is known yet, and in hooks that are called once an epoch or once a run: those differ for good reasons.
 UNKNOWN_S = 60.0
-# How much longer than usual is unusual. Step times differ by less than two; a rank that has to wait for another's
-# garbage collection, evaluation of one batch or retry of a download stays below.
+# How much longer than usual is unusual. Step times differ by less than a factor of two; a rank that has to wait for
+# another's garbage collection, evaluation of one batch or retry of a download stays below this factor.
 MULTIPLE = 4.0
 # Batches of a kind after which it is known how long they take.
 _BATCHES_TO_KNOW = 5
@@ -28,8 +28,8 @@ _KEPT = 512
 # The usual length is the third-longest of those: the 99.4th percentile once all are there, and from the first on
 # nothing that happened once or twice.
 _RANK = 3
-# One incident may come in pieces. What is longer than usual counts once in a while only, so that one incident stays
-# one, while what comes again and again becomes usual.
+# One incident may come in pieces. What is longer than usual counts only once in a while: so the pieces count as one,
+# while what happens again and again becomes usual.
 _UNUSUAL_EVERY_S = 60.0
 
 
@@ -127,7 +127,7 @@ class Thresholds:
             self._idle_times.observe(idle_s, phase_kind, batch_idx=batch_idx, now_s=self._clock())
 
     def be_quiet_for(self, quiet_s: float) -> None:
-        """Treats nothing as suspicious for so many seconds: what the rank waits for is known to take long."""
+        """Treats nothing as suspicious for this many seconds: what the rank waits for is known to take long."""
         self._quiet_until_s = self._clock() + quiet_s
 
     @property

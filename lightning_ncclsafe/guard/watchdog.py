@@ -6,8 +6,8 @@ from collections.abc import Callable, Hashable
 
 from lightning_ncclsafe.code.marks import Mark, marked
 
-# A process whose next tick is so much later than planned, and that computed for so little of that time, was stopped as
-# a whole: by SIGSTOP, a debugger, a frozen control group. If only the GIL or a core was missing, it computes.
+# A process whose next tick is this much later than planned, and that computed for this little of that time, was stopped
+# as a whole: by SIGSTOP, a debugger, a frozen control group. If only the GIL or a core was missing, it computes.
 _STOPPED_S = 10.0
 _COMPUTES = 0.01
 

@@ -80,7 +80,7 @@ class SeenRank:
         ended_after: Whether it ended after the last look.
         recorded: The groups and collectives of its Flight Recorder; None if that gave no answer.
         native: Native functions that its main thread is in.
-        objects: What its Python objects tell; nothing if it moves.
+        objects: What its Python objects show; nothing if it moves.
     """
 
     process: RankProcess
@@ -381,7 +381,7 @@ def _placed_by(progress: Progress, stack: Sequence[SeenFrame], calls: Mapping[tu
         return progress
     common = [(one.line, calls[one.file, one.function]) for one in stack if (one.file, one.function) in calls]
     if not common:
-        # What Python runs at the end of a program has no user code around it.
+        # When Python runs something at the end of a program, there is no user code around it.
         return progress if any(one.is_users for one in stack) else replace(progress, phase=Phase.FINISHED)
     line, call = common[-1]
     if line == call:

@@ -189,7 +189,7 @@ class InspectedRanks:
         return all_stand_s >= self._long_wait_s() and wait_in_vain(self._facts(of_job))
 
     def _long_wait_s(self) -> float:
-        """How long what is on its way between ranks may take: longer if processes wait for a core."""
+        """How long a message between ranks may take: longer if processes wait for a core."""
         waited = self._held_up().cpu_waited or 0.0
         return min(LONG_WAIT_S / max(1.0 - waited, LONG_WAIT_S / LONG_STEP_S), LONG_STEP_S)
 

@@ -365,7 +365,7 @@ def runtime_of(pid: int) -> int | None:
     there = next((begin for begin, _, key in _mapped(str(pid)) if key == file), None)
     if file is None or base is None or there is None:
         return None
-    # Files of two Btrfs subvolumes may have the same numbers; the beginning of a file tells builds apart.
+    # Files of two Btrfs subvolumes may have the same numbers; the beginning of a file distinguishes builds.
     with Memory(os.getpid()) as of_own, Memory(pid) as of_other:
         is_same = of_own.read(base, PAGE) == of_other.read(there, PAGE)
     return there + address - base if is_same else None

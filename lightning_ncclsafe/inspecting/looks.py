@@ -1,7 +1,7 @@
 """One look at a process from outside: its stacks, its CPU time, its state.
 
-py-spy reads the stacks from memory without stopping the process. So of a process that runs, a look may fail or show a
-stack that never existed; of a process that hangs, it does not.
+py-spy reads the stacks from memory without stopping the process. So a look at a running process may fail, or show a
+stack that never existed; a look at a hanging process does not.
 """
 
 import hashlib
@@ -151,7 +151,7 @@ class StackReader:
             return (), NO_PROGRAM
         problem, is_late = "", False
         deadline_s = _DEADLINE_S + _PER_THREAD_S * _thread_count(pid)
-        # Memory that changes while it is read may make no sense. That is rarer the less is read.
+        # Memory that changes while it is read may make no sense. The less is read, the rarer that is.
         for options in _TRIES:
             if is_late and options:
                 # Reading the variables of thousands of threads takes long; reading their lines does not.

@@ -1,4 +1,4 @@
-"""What the Python objects of a rank tell: its exceptions, its Trainer's counters, the process group it waits in."""
+"""What the Python objects of a rank show: its exceptions, its Trainer's counters, the process group it waits in."""
 
 import ast
 import linecache
@@ -182,7 +182,7 @@ class UnreadObjects(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankObjects:
-    """What the objects of a rank tell.
+    """What the objects of a rank show.
 
     Attributes:
         handled: Exceptions that its main thread handles, the latest first.
@@ -247,7 +247,7 @@ def _read(pid: int, stack: Sequence[SeenFrame]) -> RankObjects:
 
 
 def is_past_program(stack: Sequence[SeenFrame]) -> bool:
-    """Whether the program has ended and Python does the rest: it joins threads and calls functions of ``atexit``."""
+    """Whether the program has ended and Python does the rest: it joins threads and calls ``atexit`` handlers."""
     if not stack or RUN_MODULE.has(stack[0].file, stack[0].function):
         return False
     # A program is a module's top level, from which Python does not call those functions.

@@ -239,7 +239,7 @@ def _alike(loader: LoaderFacts) -> LoaderFacts:
 
 
 def epoch_ends(ranks: Iterable[DataFacts]) -> tuple[EpochEnd, ...]:
-    """How an epoch of each loader of a stage ends: whether it needs a vote, whether its length changes.
+    """How an epoch of each loader of a stage ends: whether ranks vote on it, and whether its length changes.
 
     Empty if ranks have different numbers of loaders.
     """

@@ -4,7 +4,7 @@ Before each batch, ranks vote on whether all of them have it. A batch is fetched
 sooner, since a generator may depend on what has been trained until then; ranks wait for the vote. Where worker
 processes make the batches, fetching one early makes no difference to them: the vote on a batch starts when the previous
 batch is handed out and runs while that one is trained on. Ranks then wait for it only if one of them is late with its
-data, and they would wait in the next all-reduce anyway.
+data; they would wait in the next all-reduce anyway.
 """
 
 from collections.abc import Callable, Iterator

@@ -62,7 +62,7 @@ class MediaProcess:
         return made
 
     def refuse(self) -> None:
-        """Takes no more calls, as somebody waits for them now, and not for the training.
+        """Takes no more calls, because the end of the run now waits for them.
 
         The call that the process is making is still made, but not one that waits until it has started.
         """

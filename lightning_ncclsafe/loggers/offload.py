@@ -303,7 +303,7 @@ class Offload:
 
 @marked(Mark.LOGGER)
 def drain_all(timeout_s: float) -> None:
-    """Delivers what all offloaded loggers of this process have accepted, as far as possible in so many seconds."""
+    """Delivers what all offloaded loggers of this process have accepted, as far as possible in this many seconds."""
     deadline = time.monotonic() + timeout_s
     offloads = list(_live)
     # All of them first: dead storage of one must not use up the time of the others.

@@ -38,7 +38,7 @@ from lightning_ncclsafe.settings import OffloadSettings
 
 # A call that waits this long is slow; memory, or a file on a local disk, takes a thousandth of it.
 _SLOW_CALL_S = 0.05
-# So many in a row are no accident: on a machine short of cores any call may have to wait, but not every one.
+# This many in a row are no accident: on a machine short of cores, any call may have to wait, but not every one.
 _IN_A_ROW = 3
 # They are worth a thread if they take this share of the time.
 _SLOW_SHARE = 0.02
@@ -98,7 +98,7 @@ class CallTimer:
             # The present method, which may be the offload's.
             return getattr(self._logger, name)(*args, **kwargs)
         self._inside.is_on = True
-        # The clock of the thread is read outside of what is timed: reading it is a system call, where a thread that has
+        # The thread's clock is read outside of what is timed: reading it is a system call, in which a thread that has
         # used up its share of a busy core has to wait.
         computed = self._cpu_clock()
         began = self._clock()

@@ -129,7 +129,7 @@ class Preflight:
             self._error = error
 
     def _with_clock(self, exchange: Exchange, found: PreflightFacts) -> PreflightFacts:
-        """Rank 0 publishes its time once all are there, and the others compare theirs when they see it."""
+        """Rank 0 publishes its time once all ranks have arrived, and the others compare theirs when they see it."""
         rank, ready = self._identity.rank, [f"preflight/ready/{rank}" for rank in range(self._world_size)]
         if self._world_size == 1:
             return found

@@ -69,8 +69,8 @@ _NOTE_S = 2.0
 _SLACK_S = 0.01
 # What hangs in a call of the system does not run at all; on a host that is starved, everything runs a little.
 _RUNS_S = 0.01
-# What is read one after the other belongs together only if the rank has not gone on meanwhile: else its stack shows a
-# call that its recorder does not have. A rank that is at work goes on again and again.
+# What is read one after the other belongs together only if the rank has not continued meanwhile: otherwise its stack
+# shows a call that its recorder does not have. A rank that is at work continues again and again.
 _MOST_READS = 3
 # The longest look, on a host that is starved: less than the patience of the rank that gathers the facts.
 _LONGEST_LOOK_S = 2.0
@@ -117,7 +117,7 @@ class RankProbe:
         trainer: The state of the Trainer.
         loggers: Gives the facts of the loggers of this process that are off the training thread.
         stragglers: Gives the ranks that have kept others waiting, as known on this rank.
-        steps: What the training steps of this rank leave out; None if that is not recorded.
+        steps: What the training steps of this rank skip; None if that is not recorded.
         caught: The exceptions that the user's code has caught; None if that is not recorded.
         launched: The exit codes of ranks that this process has launched and waited for, by process id; negative for
             a signal.

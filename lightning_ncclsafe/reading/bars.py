@@ -1,4 +1,4 @@
-"""Progress bars in a log. One that moves on, or that began when ranks began to wait, belongs to a process at work."""
+"""Progress bars in a log. One that still moves, or began when ranks began to wait, belongs to a working process."""
 
 import re
 from collections.abc import Iterator
@@ -37,7 +37,7 @@ class LastBar:
             self._text, self._at = text, line
 
     def move(self, bars: list[ProgressBar], line: int) -> None:
-        """Adds the bar to others once a rank has given up, if it stands right before that rank's last lines."""
+        """Adds the bar to others once a rank has given up, if the bar is right before that rank's last lines."""
         if self._text and line - self._at < _RIGHT_BEFORE:
             # Copying a log may join all states of a bar in one line.
             last = {bar.total: bar for bar in bars_in(self._text.decode("utf-8", "replace"))}

@@ -44,14 +44,14 @@ MOST_BYTES = 64 * 1024 * 1024
 """The largest dump that is read. An entry has about 200 bytes, as has its stack; PyTorch keeps 2,000 by default."""
 MOST_CONTAINERS = 5_000_000
 
-# Instructions for plain data whose length is fixed, the frequent ones first, as that is what the time goes into; times
+# Instructions for plain data whose length is fixed, the frequent ones first, because they take most of the time; times
 # are whole numbers of eight bytes. A memo's number of four bytes must be below 2 to the power of 24.
 _FIXED = re.compile(
     rb"(?:h.|[N\x88\x89\])}(teaus\x85-\x87\x94]|r...\x00|J....|[Kq\x80].|M..|\x8a\x08........|j...\x00|[G\x95]........)"
     rb"{1,4096}",
     re.DOTALL,
 )
-# Those with a length of their own, and the length of that: text, bytes, whole numbers.
+# Instructions with a length field, and the size of that field: text, bytes, whole numbers.
 _COUNTED = {**dict.fromkeys(b"U\x8cC\x8a", 1), **dict.fromkeys(b"TXB\x8b", 4), **dict.fromkeys(b"\x8d\x8e", 8)}
 _LENGTHS = {**dict.fromkeys(b"Kqh\x80", 2), ord("M"): 3, **dict.fromkeys(b"Jjr", 5), **dict.fromkeys(b"G\x95", 9)}
 _STOP = ord(".")
@@ -196,7 +196,7 @@ def _in_order(entries: list[Entry]) -> list[Entry]:
 
 
 def _lacks_some(entries: list[Entry]) -> bool:
-    """Whether entries are missing between others, which a ring never loses: all are there, or the open ones alone."""
+    """Whether entries are missing between others. A ring never loses these: a dump has all, or the open ones alone."""
     if not any(entry.get("state") == "completed" for entry in entries):
         return False
     first, last = entries[0].get("record_id"), entries[-1].get("record_id")
@@ -263,8 +263,8 @@ def _around(works: Sequence[Work[Any]], newest: int) -> list[Work[Any]]:
 
 
 def _pair_numbers(entries: Sequence[Entry]) -> dict[int, int]:
-    """For sends and receives, by the identity of the entry: the number among those between the same two ranks. Only
-    in groups whose first one is still in the ring."""
+    """By the identity of a send's or receive's entry: its number among those between the same two ranks. Only in groups
+    whose first one is still in the ring."""
     found: dict[int, int] = {}
     counts: dict[tuple[str, str], int] = defaultdict(int)
     is_counted: dict[str, bool] = {}

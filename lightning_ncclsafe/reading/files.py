@@ -1,4 +1,4 @@
-"""The files that a path stands for, and their content in bounded amounts, compressed with gzip or not."""
+"""The files that a path means, and their content in bounded amounts, compressed with gzip or not."""
 
 import gzip
 import os
@@ -51,7 +51,7 @@ class Source:
 
 
 def found(path: str) -> Iterator[Source]:
-    """The files that a path stands for: itself, or all useful ones below it, in the order of their names.
+    """The files that a path means: itself, or all useful ones below it, in the order of their names.
 
     Raises:
         ReadingError: If there is no such path, it is neither a file nor a folder, or holds too many files.

@@ -17,7 +17,7 @@ _COLOURS = re.compile(
 )
 # mpirun, Horovod and SageMaker; also in the middle of a line that a process has written in pieces.
 _TAG = re.compile(r"\[(?:\d+,)?(?:mpirank:)?(?P<stream>\d{1,6})(?:,algo-\d{1,6})?\]<std(?:err|out)>:")
-# Any sequence of these may precede what a rank says.
+# Any sequence of these may precede what a rank prints.
 _PREFIXES = (
     re.compile(r"\[?rank(?P<rank>\d+)\]?:\s?"),  # torch, since 2.2; "[rank" is sometimes lost in copying
     re.compile(r"\[(?P<stream>[a-z_]\w{0,60}?\d+)\]:\s?"),  # torchrun: role and local rank

@@ -340,7 +340,7 @@ class Log:
         return False
 
     def _rank_within(self, call: watchdog.TimedOut | None, standing: watchdog.Standing | None, text: str) -> int | None:
-        """The rank, where a line gives only that within the group, as before torch 2.2: known in the default group."""
+        """The global rank if a line gives only that within the group (before torch 2.2): known in the default group."""
         if standing is not None:
             return standing.rank if standing.group == DEFAULT_GROUP[0] else None
         return call.rank if call is not None else watchdog.ended_rank(text)

@@ -154,7 +154,7 @@ def _sizes(dumps: Iterable[RankFacts]) -> list[int]:
 
 
 def _seen(ranks: Iterable[RankFacts]) -> Iterator[int]:
-    """Numbers that it cannot be less than."""
+    """Lower bounds of the number of ranks."""
     for facts in ranks:
         yield facts.rank + 1
         yield from (group.ranks[-1] + 1 for group in facts.groups if group.ranks)
@@ -287,9 +287,9 @@ def _complete(rank_logs: Iterable[RankLog]) -> None:
 
 
 def _mix(rank_logs: Iterable[RankLog]) -> None:
-    """A watchdog gives up one collective of its group: whose rank gave up several has several groups.
+    """A watchdog gives up one collective of its group: a rank that gave up several is in several groups.
 
-    Where none of them has a name, a number on one rank is not comparable with another one on another rank.
+    If none of these has a name, numbers of different ranks cannot be compared.
     """
     nameless = [
         {call.seq for call in one.timeouts.values() if call.seq and call.seq not in one.at} for one in rank_logs

@@ -35,7 +35,7 @@ class RankLog:
         rank: Global rank.
         timeouts: Its collectives that have timed out, by sequence number and operation.
         standings: Its last position in each group, by the group's name.
-        at: The group of a sequence number at which it stands, if known.
+        at: The group of a sequence number that the rank has reached, if known.
         is_mixed: Whether the log has collectives of several groups without the names of the groups.
         is_apart: Whether collectives of groups without names have different numbers.
         ended_s: When its process ended, by its host's clock, seconds; None if unknown.
@@ -59,7 +59,7 @@ class RankLog:
     lines: list[str] = field(default_factory=list)
 
     def quote(self, text: str) -> None:
-        """Keeps a telling line."""
+        """Keeps an informative line."""
         line = text.strip()[:_LONGEST_LINE]
         if len(self.lines) < _MOST_LINES and line not in self.lines:
             self.lines.append(line)
@@ -103,8 +103,8 @@ class RankLog:
     def add_exception(self, exception: ExceptionFacts) -> None:
         """Keeps the first exception that is the rank's own; one that is a consequence only where there is no other.
 
-        What a rank raises after it has given up a collective follows from that: the collective has left it nothing
-        that is right.
+        What a rank raises after it has given up a collective is a consequence: the collective has left it no valid
+        data.
         """
         if any(call.ran_ms for call in self.timeouts.values()) and not exception.type.startswith(_OF_DEVICES):
             exception = replace(exception, is_consequence=True)

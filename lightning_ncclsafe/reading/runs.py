@@ -69,13 +69,13 @@ def latest_ns(facts: RankFacts) -> int:
 
 
 def _misnamed(dumps: Dumps) -> Iterable[tuple[list[int], str]]:
-    """A process knows the groups of which it is a member, and says in each send and receive which member it is."""
+    """A process knows the groups of which it is a member, and records in each send and receive which member it is."""
     groups = (group for facts in dumps.values() for group in facts.groups)
     everybody = {one.ranks for one in groups if one.ranks and (one.name, one.description) == DEFAULT_GROUP}
     size = len(next(iter(everybody))) if len(everybody) == 1 else 0
     beyond = [rank for rank in sorted(dumps) if rank >= size > 0]
     if beyond:
-        # Whoever counts ranks from 1 has named all others wrongly, too.
+        # If names count ranks from 1, all other names are wrong, too.
         yield sorted(dumps), _ALL_MISNAMED.format(ranks=ranks_words(beyond), size=size)
         return
     found = [rank for rank, facts in sorted(dumps.items()) if _is_of_another(rank, facts)]

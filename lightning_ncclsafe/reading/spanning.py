@@ -184,7 +184,7 @@ class _FirstToEnd:
 class _Fault:
     """``Fatal Python error: Segmentation fault``, and below it the stacks of the process.
 
-    The stacks show whether the process was a launcher, whose fault says nothing about a rank.
+    The stacks show whether the process was a launcher, whose fault shows nothing about a rank.
     """
 
     _BEGINS = re.compile(
@@ -292,7 +292,8 @@ class _Stalled:
     """Horovod's warning that some ranks have submitted what others have not, by tensor or by rank.
 
     ``Stalled ops: a [missing ranks: 0]``, ``a [ready ranks: 3], b [ready ranks: 0, 1]``, since 0.19 ``Missing ranks:``
-    and below it ``0: [a, b]``. Where one tensor waits for ranks that wait with another one, they run different ones.
+    and below it ``0: [a, b]``. If one tensor waits for ranks that wait with another tensor, ranks run different
+    operations.
     """
 
     _BEGINS = "or more tensors were submitted to be reduced"

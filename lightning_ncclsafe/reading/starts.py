@@ -81,7 +81,7 @@ class Start:
         unnamed: Exceptions of unknown ranks.
         world_size: The number of ranks, if a log gives it; 0 otherwise.
         tasks: The ends of SLURM's tasks.
-        statements: What logs say in so many words.
+        statements: What logs state explicitly.
         bars: Progress bars seen after a rank had given up.
         limits_s: Timeouts of collectives that were given up, seconds.
         lost_store: Ranks that could no longer reach the store.
@@ -337,9 +337,9 @@ def starts_again(text: str) -> bool:
 
 
 def has_started(text: str) -> bool:
-    """Whether rank 0 says here, in Lightning's words, that all ranks have come: of a log that goes on, the next start.
+    """Whether rank 0 prints Lightning's message that all ranks have joined: in a log that continues, the next start.
 
-    A process says so once, however many Trainers it makes.
+    A process prints it once, however many Trainers it makes.
     """
     return "All distributed processes registered. Starting with" in text
 

@@ -112,7 +112,7 @@ _MESSAGES = (
     # What a process prints about its own end: UCX, Open MPI
     _ended("Caught signal ", r"Caught signal (?P<signal>\d+) \(", "UCX"),
     _ended("Signal: ", r"\*\*\* .{0,60}Signal: [\w ]{1,40} \((?P<signal>\d+)\)"),
-    # The kernel's log: of processes that are no rank's, it says the same.
+    # The kernel's log: it reports processes that are no ranks in the same way.
     _ended(
         "Killed process",
         r"ut of memory: Killed process \d+ \((?:python|pt_)[\w.-]{0,20}\)",
@@ -247,7 +247,7 @@ _MESSAGES = (
     ),
 )
 
-# Of what DeepSpeed starts and ends, see below.
+# About processes that DeepSpeed starts and ends, see below.
 WORDS = (*(one.word for one in _MESSAGES), *SPANNING, "Killing subprocess ", "Completed store-based barrier")
 """Every line that is read here has one of these words."""
 

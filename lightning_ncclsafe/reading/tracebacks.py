@@ -60,7 +60,7 @@ _PARENTS = re.compile(
 _CHAIN = re.compile(
     r"During handling of the above exception, another exception occurred|The above exception was the direct cause of"
 )
-# What a loader's worker has raised follows the exception that its process raises of it.
+# What a loader's worker has raised follows the exception that its parent process raises from it.
 _OF_WORKER = re.compile(r"Caught \w{1,80} in DataLoader worker process \d+")
 _ORIGINAL = "Original Traceback (most recent call last)"
 _NAMES = re.compile(r"(?:Error|Exception|Interrupt|Exit|StopIteration)$")

@@ -21,7 +21,7 @@ from lightning_ncclsafe.rules.planning import next_start
 
 T = TypeVar("T")
 
-# Other ranks wait until the page is done, and with more ranks it would take longer: so much time it has.
+# Other ranks wait until the page is done, and with more ranks it would take longer: this is the time that it has.
 _MOST_S = 3.0
 _MOST_RANKS = 2_048
 # The longest wait for storage, by the number of ranks: some seconds later another rank writes the report.

@@ -59,7 +59,7 @@ def _together(count: int, most: int) -> int:
 
 
 def _binned(values: NDArray[Any], *, axis: int, most: int) -> NDArray[Any]:
-    """Reduces to at most so many rows or columns, each the greatest known value of some neighbours."""
+    """Reduces to at most this many rows or columns, each the greatest known value of some neighbours."""
     firsts = np.arange(0, values.shape[axis], _together(values.shape[axis], most))
     # fmax passes over NaN.
     binned: NDArray[Any] = np.fmax.reduceat(values, firsts, axis=axis)

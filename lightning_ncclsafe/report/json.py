@@ -15,7 +15,7 @@ from lightning_ncclsafe.report.lines import safe
 
 SCHEMA = 1
 _KEYS = ("findings", "unanswered", "job")
-# So many ranks are still readable for people, and quickly written.
+# Up to this many ranks, people can still read the file, and it is quickly written.
 _INDENTED = 16
 _ORDER = ("rule", "severity", "confidence", "summary", "ranks", "location", "decided_at", "evidence", "remedy", "plan")
 

@@ -223,7 +223,7 @@ _NUMBERS = re.compile(r"(?:\branks? )?\d+(?:(?:, |[-.,:])\d+)*(?:, … \(\d+ ran
 
 
 def without_repeats(findings: Iterable[Finding]) -> list[tuple[Finding, tuple[int, ...]]]:
-    """The findings, without those that say the same of other ranks.
+    """The findings, without those that say the same about other ranks.
 
     Returns:
         The first of each, with the ranks that the dropped ones are about.

@@ -1,4 +1,4 @@
-"""The part of a run's history that its pictures need, in bounded memory."""
+"""The part of a run's history that pictures of it need, in bounded memory."""
 
 import heapq
 from bisect import bisect_right

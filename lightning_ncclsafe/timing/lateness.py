@@ -18,11 +18,11 @@ from lightning_ncclsafe.timing.windows import SPAN, Spans
 # Less waiting than this does not matter; most collectives are so short.
 _LEAST_NS = 100_000
 
-# The phase in which one rank fell behind is found by comparison with at most so many others.
+# The phase in which one rank fell behind is found by comparison with at most this many others.
 _COMPARED = 16
 # A phase is named if it explains this share of the delay.
 _EXPLAINS = 0.4
-# In each block, the phase is determined only for so many late arrivals, the latest.
+# In each block, the phase is determined only for this many late arrivals, the latest.
 _MOST_EXPLAINED = 256
 NO_PHASE = -1
 

@@ -22,7 +22,7 @@ _OF_EQUAL_SIZES = frozenset(
 )
 # Calls that are further apart may be those of two groups of one name, the second made after the first has ended.
 _SAME_TIME_NS = 5_000_000_000
-# Each rank may give another size; all ranks read what was found, and each call is told by one of them.
+# Each rank may give another size; all ranks read what was found, and each call is reported by one of them.
 _MOST_DIFFERENT = 4
 
 

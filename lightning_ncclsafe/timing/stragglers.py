@@ -51,9 +51,9 @@ _LEAST_COST = 0.005
 _CHANCE = 5e-3
 # A rank that is late in less than half of the steps has to be later than any rank is on a busy host.
 _SELDOM, _LEAST_SELDOM_NS, _LEAST_SELDOM_OF_STEP = 0.5, 8e6, 0.05
-# It is late throughout, and not in one burst of something else: in so many parts, each of some steps and some time.
+# It is late throughout, and not in one burst of something else: in this many parts, each of some steps and some time.
 _PART_STEPS, _PART_NS, _LEAST_PARTS, _LEAST_OF_PARTS = 10, 1e8, 6, 0.7
-# Of the late steps so many must be its own: of two ranks most, of many three times its share.
+# This share of the late steps must be its own: of two ranks most, of many three times its share.
 _OWN_SHARE, _TIMES_FAIR_SHARE = 0.8, 3.0
 
 

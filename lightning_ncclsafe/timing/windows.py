@@ -274,7 +274,7 @@ def _sums(counts: list[dict[int, int]]) -> dict[int, int]:
 
 
 def limited(window: Window, most_calls: int) -> Window:
-    """The window with at most so many calls of each rank and group.
+    """The window with at most this many calls of each rank and group.
 
     Of more calls, every second, fourth, … run of 64 sequence numbers stays, so that ranks with equally many calls keep
     the same ones without communication. The calls that are left out are counted.

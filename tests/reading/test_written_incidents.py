@@ -68,4 +68,4 @@ def test_a_dead_device_in_a_receive_is_reported_with_its_peer() -> None:
     diagnosis = told("megatron16_device_dies_in_a_send")
     (finding,) = diagnosis.findings if diagnosis else ()
     assert "GPU of rank 9 has not completed recv 2<-1" in finding.summary
-    assert finding.summary.endswith("although the other side has come to it.")
+    assert finding.summary.endswith("although the other side has reached it.")

@@ -68,7 +68,7 @@ def test_summaries(scene: Callable[[Backend], JobFacts], parts: tuple[str, ...])
         (scenes.logger_flushes, "Has spent 23 s in SummaryWriter.flush on /mnt/logs (nfs4)."),
         (
             scenes.offloaded_logger_blocks,
-            "off the training thread to /mnt/logs: a write has gone on for 41 s, the longest took 0.0 s, 1.1 GB wait",
+            "the training thread to /mnt/logs: a write has been running for 41 s, the longest took 0.0 s, 1.1 GB wait",
         ),
         (scenes.short_rank_finished, "Ranks 0, 2-3: batch 20 of epoch 0; its loader has 22 batches."),
         (scenes.rank_zero_evaluates, "Rank 0 has called 60 collectives of the default group; ranks 1-3 wait"),

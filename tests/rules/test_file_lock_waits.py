@@ -121,7 +121,7 @@ def test_the_last_holder_in_a_chain_of_locks_is_named() -> None:
 def test_a_process_of_another_job_is_reported_with_its_command() -> None:
     finding = first(at_lock(0, OUTSIDE), at_lock(1, OUTSIDE))
     assert (finding.rule, finding.ranks, finding.confidence) == ("file-lock", (0, 1), Confidence.LIKELY)
-    assert "process 708 (python other.py) holds it, which is no rank of this job" in finding.summary
+    assert "process 708 (python other.py), which is no rank of this job, holds it" in finding.summary
     assert finding.plan is Plan.UNKNOWN
 
 
@@ -138,14 +138,14 @@ def test_a_child_of_a_rank_is_reported_with_that_rank() -> None:
     assert finding.ranks == (0,)
     assert finding.summary.endswith("for the lock on /cache/x.lock, which process 812 of rank 0 holds.")
     evidence = [item.text for item in finding.evidence if item.source == "file lock"]
-    assert evidence[0].endswith("process 812 (sleep 120) holds it, which rank 0 has started.")
+    assert evidence[0].endswith("process 812 (sleep 120), which rank 0 has started, holds it.")
 
 
 def test_the_nearest_rank_among_the_parents_is_the_one() -> None:
     """Lightning's rank 0 has started rank 1: what that one starts is not of rank 0."""
     child = LockHolder(pid=812, parents=(1001, 1000, 1))
     finding = first(GLOO.in_barrier(0, "cached", seq=2, **START), at_lock(1, child))
-    assert finding.ranks == (1,) and "process 812 holds it, which it has started" in finding.summary
+    assert finding.ranks == (1,) and "process 812, which it has started, holds it" in finding.summary
 
 
 def test_a_lock_that_the_process_holds_itself() -> None:

@@ -428,7 +428,7 @@ def test_a_rank_that_has_gone_on_without_a_validation_has_left_it_out(made: int,
     gone_on = replace(ranks[1], steps=StepFacts(validated=made), trainer=replace(trains, validates_at=(GUARD,)))
     finding = first(job(inside, gone_on, world=2))
     assert (finding.rule, finding.confidence, finding.location) == (rule, LIKELY, location)
-    has_left_out = "Rank 1 has gone on without the validation that rank 0 is in" in finding.summary
+    has_left_out = "Rank 1 has continued without the validation that rank 0 is in" in finding.summary
     assert has_left_out == (rule == "stopped-early")
     assert has_left_out == (finding.ranks == (1,))
     # Asked to stop since, it has not for certain been the only one.
@@ -465,7 +465,7 @@ def test_a_rank_that_has_changed_when_it_ends_has_stopped_early() -> None:
     others = [trained(GLOO.waiting(n, seq=61, batch=0, epoch=2)) for n in (0, 2, 3)]
     finding = first(job(others[0], ended, *others[1:]))
     assert (finding.rule, finding.ranks, finding.confidence) == ("stopped-early", (1,), LIKELY)
-    assert "max_epochs is 2 there since training began, and was 6" in finding.summary
+    assert "max_epochs was changed there during training, from 6 to 2" in finding.summary
     assert finding.location == RETURN
     alike = [trained(GLOO.waiting(n, seq=61, batch=0, epoch=2), max_epochs="2") for n in (0, 2, 3)]
     assert "stopped-early" not in rules(job(alike[0], ended, *alike[1:]))
@@ -477,9 +477,7 @@ def test_a_rank_that_has_set_its_count_of_epochs_has_stopped_early() -> None:
     told = [replace(facts, trainer=replace(facts.trainer, settings={"first epoch": "0"})) for facts in (ended, *others)]  # type: ignore[type-var, arg-type]
     finding = first(job(told[1], told[0], *told[2:]))
     assert (finding.rule, finding.ranks, finding.confidence) == ("stopped-early", (1,), LIKELY)
-    assert (
-        "its count of epochs was set there while it trained, as if it had begun with epoch 4, not 0" in finding.summary
-    )
+    assert "its epoch counter was set there during training, as if it had begun with epoch 4, not 0" in finding.summary
     assert finding.location == RETURN
 
 

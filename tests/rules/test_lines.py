@@ -533,7 +533,7 @@ def test_a_jump_around_a_forward_pass_of_a_sharded_model_skips_a_step(
     )
     finding = first(replace(facts, ranks=tuple(in_step)))
     assert (finding.rule, finding.ranks) == (rule, (1,))
-    is_named = finding.location == f"{FILE}:39 in step" and "left out a forward pass" in finding.summary
+    is_named = finding.location == f"{FILE}:39 in step" and "skipped a forward pass" in finding.summary
     assert is_named is (rule == "skipped-step")
 
 

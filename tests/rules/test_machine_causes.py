@@ -577,7 +577,7 @@ def test_the_older_causes_keep_their_names_beside_facts_of_the_machine() -> None
 def test_a_silent_process_is_reported_with_the_cpu_time_it_got() -> None:
     seen = ProcessFacts(pid=7, rank=2, state="running", wait_channel="", cpu_s=3.2, ran_share=0.05)
     (evidence,) = first(scenes.without_answer(GLOO, seen)).evidence
-    assert evidence.text == ("Process 7 is running, 3.2 s of CPU time used, 5% of a core got while looked at.")
+    assert evidence.text == ("Process 7 is running, 3.2 s of CPU time used, got 5% of a core while observed.")
 
 
 def test_swap_in_use_is_reported_with_a_rank_that_lacks_memory() -> None:

@@ -323,7 +323,7 @@ def worker(*stack: Frame) -> ProcessFacts:
 @pytest.mark.parametrize(
     ("stack", "remedy"),
     [
-        ((user("__iter__", 9, code="row = self.rows.get()"), QUEUE), "a thread or a process of the data's own"),
+        ((user("__iter__", 9, code="row = self.rows.get()"), QUEUE), "a thread or a process of the dataset"),
         ((user("__getitem__", 9, code="with self.lock:"),), "waits for a lock that nobody releases"),
         ((user("__getitem__", 9, code="lock.acquire()"),), "waits for a lock that nobody releases"),
         ((user("__getitem__", 9, code="return read(path)"),), "Look at the sample"),
@@ -612,7 +612,7 @@ def test_the_room_of_an_aborted_rank_shows_the_call_that_it_was_in() -> None:
     finding = first(_sized(2, 8))
     assert (finding.rule, finding.ranks, finding.confidence) == ("diverged-collectives", (1,), Confidence.LIKELY)
     assert finding.location == f"{USER_FILE}:13 in exchange"
-    assert "the room is that of all_reduce (8 elements of Float) at train.py:13 in exchange" in finding.summary
+    assert "the room was for all_reduce (8 elements of Float) at train.py:13 in exchange" in finding.summary
     assert first(_sized(3, 8)).ranks == (0,)  # most have called something else
     assert first(_sized(2, 12)).rule == "mismatched-collective"  # of no call that is known
     assert first(_sized(2, 8, sites="aa")).rule == "mismatched-collective"  # one line, of different sizes

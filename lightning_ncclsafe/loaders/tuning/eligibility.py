@@ -199,7 +199,7 @@ def _attributes(holder: Any) -> dict[str, Any]:
 
 
 def _what(value: Any) -> str | None:
-    """What it is; empty if it does no harm, or no longer; None if that depends on its content."""
+    """What the object is; empty if it does no harm, or no longer does; None if that depends on its content."""
     # Not isinstance(), here and elsewhere, which asks the object for its __class__.
     if issubclass(type(value), _FILES):
         return "an open file" if _is_open(value) else ""

@@ -20,9 +20,9 @@ _DEEPEST = 6
 INTERVAL_S = 120.0
 # Steps whose times are kept: of more steps every second, every fourth, …
 _MOST_STEPS = 1000
-# A gap of so many usual ones is not a step but a validation or a checkpoint.
+# A gap of this many usual ones is not a step but a validation or a checkpoint.
 _LONGEST_GAPS = 20.0
-# Fewer are too few to know how long a step takes.
+# Fewer steps do not show how long a step takes.
 _LEAST_BATCHES = 3
 
 

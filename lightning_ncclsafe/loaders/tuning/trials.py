@@ -19,7 +19,7 @@ _SURE = 0.25
 _KNOWN_BY = 3
 # If a step waits for the loader for less than this share, its workers are fast enough.
 _STARVES = 0.1
-# After so many intervals, then twice as many each time, one interval has the user's workers again: what other workers
+# After this many intervals, then twice as many each time, one interval has the user's workers again: what other workers
 # gained at first may have become a loss.
 _FIRST_CONTROL = 20
 

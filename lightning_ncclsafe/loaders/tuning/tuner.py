@@ -178,7 +178,7 @@ class Tuner:
 
     @marked(Mark.STORE)
     def _say_first(self, name: str, text: str) -> None:
-        """Prints it if no other rank has: what happens to the workers of one rank mostly happens on all."""
+        """Prints a line if no other rank has: what happens to the workers of one rank mostly happens on all."""
         if comes_first(self._exchange, f"tuning/said/{name}", self._rank):
             self._say(f"rank {self._rank}: {name}: {text}")
 

@@ -155,7 +155,7 @@ class PoolSampler:
         return len(self._indices)
 
     def handed(self, pending: Iterable[int] | None = None) -> None:
-        """Notes that the pool has handed out a batch; one that does not keep the order says which are still pending."""
+        """Notes that the pool has handed out a batch; one that does not keep the order gives those still pending."""
         if pending is None:
             self.unhanded.pop(next(iter(self.unhanded), -1), None)
             return
@@ -197,7 +197,7 @@ class Deadlines:
 
 
 class WorkerPool:
-    """Reads one epoch of a loader with so many workers, or several if they persist.
+    """Reads one epoch of a loader with this many workers, or several epochs if they persist.
 
     Args:
         loader: The user's ``DataLoader``; it is not changed.

@@ -29,12 +29,12 @@ from lightning_ncclsafe.probes.data.random_state import random_states_kept, seed
 from lightning_ncclsafe.probes.data.reading import Reader, hugging_face, is_iterable, nested_datasets, plain_attribute
 
 _FILE_LISTS = ("samples", "imgs", "files", "urls", "paths", "filenames", "image_files")
-# Hashing a name takes as long as hashing so many numbers. Up to 4,096 names are all hashed.
+# Hashing a name takes as long as hashing this many numbers. Up to 4,096 names are all hashed.
 _NAME_WIDTH = 16
 _READING = "Reading samples for a fingerprint"
 
 _TABLE_ROWS = 16
-# So many equal rows are no coincidence.
+# This many equal rows are no coincidence.
 _COMPARED_ROWS = 64
 
 _ITEMS = 8

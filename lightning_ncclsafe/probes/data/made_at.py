@@ -2,7 +2,7 @@
 
 It follows the source back from where the Trainer gets the loader, through names and classes that only hold data, to the
 first line that does more. If a line before that chooses among data by a known function, it is that one. Nothing is
-executed, and where several lines may have made a value, none of them is told.
+executed, and where several lines may have made a value, none of them is named.
 """
 
 import ast
@@ -179,7 +179,7 @@ def _held(value: ast.expr) -> ast.expr | None:
 
 
 def _origins(value: ast.expr) -> Iterator[ast.expr]:
-    """What an expression makes something else of: the object of the method it calls, the function's first argument."""
+    """What an expression turns into something else: the object of its method, its function's first argument."""
     if isinstance(value, (ast.Name, ast.Attribute)):
         yield value
     elif isinstance(value, ast.Subscript):
@@ -212,7 +212,7 @@ def _chooses(value: ast.expr) -> bool:
 
 
 def _assigned(value: ast.expr, made: _Given) -> _Given | None:
-    """What a name stands for, as the last assignment before it says; None if there is none, or several may be it."""
+    """What a name means, by the last assignment before it; None if there is none, or if several are possible."""
     if isinstance(value, ast.Name):
         return _variable(value.id, made)
     if isinstance(value, ast.Attribute) and _is_self(value.value):
@@ -232,7 +232,7 @@ def _variable(name: str, made: _Given) -> _Given | None:
 
 
 def _attribute(name: str, scope: _Scope) -> _Given | None:
-    """What an attribute of ``self`` is, by the methods that its class has; rather by a hook than by ``__init__``."""
+    """What an attribute of ``self`` is, by the methods of its class; a hook takes precedence over ``__init__``."""
     methods = _methods(scope.owner) if scope.owner is not None else {}
     scopes = [_scope_of(code, scope.owner) for method, code in methods.items() if method != "__init__"]
     first = _scope_of(methods["__init__"], scope.owner) if "__init__" in methods else None
@@ -256,7 +256,7 @@ def _methods(owner: type) -> dict[str, CodeType]:
 
 
 def _last(found: list[_Given]) -> _Given | None:
-    """The last of these, unless it is one of several of which any may have been made, or an empty list to be filled."""
+    """The last assignment; None if any of several may have been made, or if it is an empty list to be filled."""
     if not found or (len(found) > 1 and (found[-1].is_conditional or len({one.scope.name for one in found}) > 1)):
         return None
     last = found[-1]

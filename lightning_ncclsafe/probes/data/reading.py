@@ -30,7 +30,8 @@ class Reader:
 
     Attributes:
         problems: The sentences, in order.
-        no_length_at: ``"file:line in __len__"`` of the user's line that says that there is no length; may be empty.
+        no_length_at: ``"file:line in __len__"`` of the user's line that raises because there is no length; may be
+            empty.
     """
 
     def __init__(self) -> None:

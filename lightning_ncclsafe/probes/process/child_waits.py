@@ -1,4 +1,4 @@
-"""The child process that this process's main thread waits for, and what that one does."""
+"""The child process that this process's main thread waits for, and what that child does."""
 
 import platform
 import time
@@ -45,7 +45,7 @@ def _with_descendants(pid: int) -> tuple[ChildProcess, ...]:
 def _pid_of_wait(of: int | None = None) -> int:
     """The process in a call of waitpid(), also one of os.system() or Process.join(); 0 if it waits for any, or none."""
     call, pid, *_ = (*system_call(of), -1, 0)
-    # The kernel shows registers: a negative number, which stands for several processes, is a large one.
+    # The kernel shows registers: a negative number, which means several processes, appears as a large one.
     return pid if call == _WAIT4.get(platform.machine()) and 0 < pid < _SIGN else 0
 
 

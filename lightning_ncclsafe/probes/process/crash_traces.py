@@ -51,7 +51,7 @@ class CrashTrace(NamedTuple):
     Attributes:
         signal: The signal that ended it, ``"SIGABRT"``; empty if none is known.
         stack: Stack of its main thread.
-        said: The reason of its abort: the last that it, or another process with the same stderr, wrote.
+        said: The reason of its abort: the last reason that it, or another process with the same stderr, wrote.
         thread_stack: Stack of another thread that was in a collective; empty if none was.
     """
 

@@ -91,7 +91,7 @@ class Launched:
     Attributes:
         rank: Global rank.
         local_rank: Rank on its host.
-        world_size: Number of ranks; 1 without a launcher, or if it does not say how to reach the others.
+        world_size: Number of ranks; 1 without a launcher, or if the launcher does not set how to reach the others.
         master_addr: Host of the job's store.
         master_port: Its port.
     """

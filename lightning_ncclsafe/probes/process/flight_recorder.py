@@ -11,8 +11,8 @@ from lightning_ncclsafe.facts import Collective, Frame, Group, NotRecorded, Unre
 from lightning_ncclsafe.probes.process.stacks import call_site, frames_to_show
 from lightning_ncclsafe.recorder.model import HOOK, Entry, Recorder, State, Work, WorkKind, backend_of
 
-# Of each group. One rank reads the entries of all ranks, so in larger jobs, each rank reports fewer. NCCL compares no
-# calls: ranks may only wait in vain many steps after one of them has left out a call.
+# Per group. One rank reads the entries of all ranks, so in larger jobs, each rank reports fewer. NCCL compares no
+# calls: ranks may only wait in vain many steps after one of them has skipped a call.
 _MOST_KEPT, _KEPT_OF_SMALL_JOBS = 256, 256 * 32
 _USUALLY_KEPT, _KEPT_OF_JOB, _LEAST_KEPT = 48, 48 * 1024, 8
 
@@ -194,8 +194,8 @@ def kept_per_group(world_size: int) -> int:
 def _telling(collectives: list[Collective], most: int) -> list[Collective]:
     """The newest completed and the outstanding entries of each group, oldest first; of many, the oldest and the newest.
 
-    A host may be hundreds of calls ahead of its device. Where ranks parted shows around the oldest outstanding one, and
-    where the host is, in the newest.
+    A host may be hundreds of calls ahead of its device. The calls around the oldest outstanding one show where ranks
+    diverged, and the newest ones where the host is.
     """
     ended: dict[str, list[Collective]] = defaultdict(list)
     outstanding: dict[str, list[Collective]] = defaultdict(list)

@@ -1,7 +1,7 @@
 """Where a rank was when it last wrote that down, for peers that find its process gone.
 
-A process that is killed can tell nothing any more. So each rank keeps its place in a small file in memory, and a peer
-of its host that opened the file earlier, through ``/proc/PID/fd``, can still read it afterwards.
+A process that was killed can report nothing any more. So each rank keeps its place in a small file in memory, and a
+peer of its host that opened the file earlier, through ``/proc/PID/fd``, can still read it afterwards.
 """
 
 import os
@@ -54,7 +54,7 @@ class LastSeenFile:
                 os.pwrite(self._fd, text, 0)
 
     def close(self) -> None:
-        """Closes the file; who has it open finds nothing in it any more."""
+        """Closes the file; a process that has it open finds nothing in it any more."""
         with self._lock, suppress(OSError):
             if self._is_open():
                 os.ftruncate(self._fd, 0)

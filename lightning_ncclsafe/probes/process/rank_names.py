@@ -1,4 +1,4 @@
-"""What in a source file stands for the rank: its own names, tests of them, and what only some ranks have."""
+"""Which names in a source file mean the rank: its own names, tests of them, and what only some ranks have."""
 
 import ast
 import re
@@ -19,7 +19,7 @@ _Block = list[ast.stmt]
 
 
 class RankNames(NamedTuple):
-    """Names that stand for the rank in a file.
+    """Names that mean the rank in a file.
 
     Attributes:
         tests: Those of tests of the rank: ``main = rank == 0``, or of a function that returns one.
@@ -32,14 +32,14 @@ class RankNames(NamedTuple):
     held: frozenset[str] = frozenset()
 
     def decides(self, test: ast.expr) -> bool:
-        """Whether a condition depends on the rank: it names the rank, or a name that stands for it."""
+        """Whether a condition depends on the rank: it contains the rank, or a name that means it."""
         if RANK_WORDS.search(ast.unparse(test)) or not self.tests.isdisjoint(_tested(test)):
             return True
         return not self.ranks.isdisjoint(_compared(test)) or not self.held.isdisjoint(_held(test))
 
 
 def names_of_rank(body: _Block) -> RankNames:
-    """What a file's names stand for, so far as each stands for nothing else."""
+    """What a file's names mean, as far as each means nothing else."""
     given: dict[str, list[ast.expr | None]] = {}
     for node in (node for statement in body for node in ast.walk(statement)):
         if isinstance(node, ast.Assign):
@@ -52,7 +52,7 @@ def names_of_rank(body: _Block) -> RankNames:
 
 
 def given_beside_none(body: _Block) -> dict[str, list[ast.expr]]:
-    """What else is given to names and attributes of ``self`` that are given None, if a condition tests them for that.
+    """What names and attributes of ``self`` are set to besides None, if a condition tests them for None.
 
     Only those that one function, or the methods of one class, give and test, and that nothing else may set.
     """

@@ -1,4 +1,4 @@
-"""The thread of this process that its main thread waits for, and what that one does.
+"""The thread of this process that its main thread waits for, and what that thread does.
 
 The stack shows it: ``Thread.join`` has the thread, and ``Future.result`` the future whose task another thread's stack
 runs. No code of the user's is run.

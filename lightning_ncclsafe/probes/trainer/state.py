@@ -275,7 +275,7 @@ def _loop_end(trainer: Any, count: int | None) -> LoopEnd:
 
 
 def _ending_lines(trainer: Any, end: LoopEnd, changed: Iterable[str]) -> Iterator[str]:
-    """Lines of the user's own module and callbacks that may have made the training loop end so.
+    """Lines of the user's own module and callbacks that may have made the training loop end in this way.
 
     What they set may also be set by something else in their files.
     """

@@ -61,7 +61,7 @@ class StepRecord:
 
     Args:
         trainer: The ``Trainer``.
-        is_consequence: Whether an exception only says that a collective failed.
+        is_consequence: Whether an exception only reports that a collective failed.
 
     Attributes:
         failed_save: What the last save of a checkpoint raised; None if it succeeded.
@@ -224,7 +224,7 @@ def _has_no_gradient(module: Any) -> bool:
 
 
 def _returns_nothing(module: Any) -> tuple[str, ...]:
-    """Where the user's functions may leave out the backward pass of a batch."""
+    """Where the user's functions may skip the backward pass of a batch."""
     sources = itertools.chain(sources_of(module, "training_step"), sources_of(module, "backward"))
     return tuple(place for source in sources for place in source.returns_nothing())
 

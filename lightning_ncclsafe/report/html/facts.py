@@ -1,6 +1,7 @@
 """The facts of each rank on the page, so that every sentence can be checked; facts of any kind in words.
 
-Of many ranks, those that evidence is about and one of each group of equal ones are shown in full; report.json has all.
+If there are many ranks, those that evidence is about and one of each group of equal ones are shown in full; report.json
+has all.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -59,7 +60,7 @@ def label_of(name: str) -> str:
 
 
 def value_words(name: str, value: Any) -> str:
-    """A field's value in words; empty if it says nothing.
+    """A field's value in words; empty if it means nothing.
 
     Args:
         name: Name of the field; its suffix is the unit.
@@ -105,7 +106,7 @@ def _listed(name: str, items: tuple[Any, ...]) -> str:
 
 
 def pairs(facts: Any, prefix: str = "") -> Iterator[tuple[str, Any, str]]:
-    """Name, value and words of every field that says something; nested ones follow their own name."""
+    """Name, value and words of every field that means something; nested ones follow their own name."""
     for field in fields(facts):
         value = getattr(facts, field.name)
         if is_dataclass(value) and not isinstance(value, Frame):

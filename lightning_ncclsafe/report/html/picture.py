@@ -113,7 +113,7 @@ def last_progress_ns(facts: RankFacts, now_ns: int) -> int:
     return (facts.taken_ns or now_ns) - round(facts.progress.idle_s * 1e9)
 
 
-# Up to so many ranks each has its own lane.
+# Up to this many ranks, each has its own lane.
 _FEW_RANKS = 8
 _MOST_LANES = 16
 _MOST_ACTIONS = 3

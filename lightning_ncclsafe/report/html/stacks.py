@@ -13,7 +13,7 @@ from lightning_ncclsafe.rules.kit.wording import capitalised, clause, ranks_word
 
 _MOST_STACKS = 16
 _MOST_FRAMES = 80
-# So few library frames between user frames are not folded.
+# This few library frames between user frames are not folded.
 _FEW_FRAMES = 3
 # The innermost frames show what a rank is doing.
 _INNERMOST = 2

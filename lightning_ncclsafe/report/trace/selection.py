@@ -88,7 +88,7 @@ def _of_block(block: MatchedCalls) -> tuple[NDArray[Any], NDArray[Any], NDArray[
 def _fitting(
     found: _Columns, begin_ns: NDArray[Any], end_ns: NDArray[Any], most_events: int
 ) -> tuple[NDArray[Any], NDArray[Any]]:
-    """So many collectives that their phases fit as well; where phases would push them out, the longest phases."""
+    """As many collectives as fit together with their phases; where phases would push them out, the longest phases."""
     room, least = float(most_events), most_events * (1 - _SHARE_OF_SPANS)
     # An odd distance, as phases mostly come in twos or fours. Of some, it is known well enough how many there are.
     every = len(begin_ns) // _ENOUGH_SPANS | 1

@@ -1,6 +1,6 @@
 """What ranks disagree about before they train: their loaders, data and Trainer settings. Several causes per file.
 
-``loaders.agreement`` asks these rules; ``batches`` also tells it which findings the user allows.
+``loaders.agreement`` asks these rules; ``batches`` also decides which findings the user allows.
 """
 
 from lightning_ncclsafe.rules.kit import HOW_DATA_DIFFERS

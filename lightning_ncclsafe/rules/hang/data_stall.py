@@ -44,7 +44,7 @@ _REMEDY_LOCK = (
     'multiprocessing_context="spawn".'
 )
 _REMEDY_FEEDER = (
-    "This line waits for a thread or a process of the data's own: check whether that is still alive, and read its last "
+    "This line waits for a thread or a process of the dataset: check whether that is still alive, and read its last "
     "output. Let it pass its exceptions to its reader, and wait with a timeout."
 )
 # C functions, which have no Python frame.

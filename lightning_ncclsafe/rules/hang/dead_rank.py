@@ -40,7 +40,7 @@ from lightning_ncclsafe.rules.kit import (
 
 # The status of timeout(1), with which the guard also ends processes.
 _ENDED_BY_GUARD = 124
-# A rank that had made no progress for so long has not gone far since it was last seen, a quarter of a second ago.
+# A rank that had made no progress for this long has not got far since it was last seen, a quarter of a second ago.
 _STAYED_S = 1.0
 _GONE = "is gone; how it ended is not known here, but its launcher may report it"
 _REMEDY = "Look at the end of this rank's own output, at its launcher's messages and at the kernel's log (dmesg)."

@@ -85,7 +85,7 @@ def _set_at(view: Timeline, ranks: tuple[int, ...], differing: dict[str, dict[st
 
 
 def _may_be_it(trainer: TrainerFacts, differing: dict[str, dict[str, list[int]]]) -> bool:
-    """Whether what it has changed is what differs, so that lines that may have ended its loop are those."""
+    """Whether the setting that differs is one that it has changed, in a line that may have ended its loop."""
     return trainer.end is not LoopEnd.SHOULD_STOP and differing.keys() <= trainer.changed.keys()
 
 
@@ -110,7 +110,7 @@ def _differing(view: Timeline) -> dict[str, dict[str, list[int]]]:
             value = settings.get(name, _NOT_SET)
             # Each host may have a path of its own.
             by_name[name]["set" if name == _CHECKPOINT and name in settings else value].append(rank)
-    # Lightning sets it as it resumes: a rank that has not come so far may have one, too.
+    # Lightning sets it when it resumes: a rank that has not got that far may have one, too.
     without = by_name[_CHECKPOINT].get(_NOT_SET, ())
     if not all(is_in(RESUMED, view.facts[rank].stack) for rank in without):
         del by_name[_CHECKPOINT]

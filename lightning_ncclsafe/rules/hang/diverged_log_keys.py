@@ -182,7 +182,7 @@ def _odd_key(view: Timeline, reducing: tuple[int, ...]) -> _UncommonKey | None:
 
 
 def _is_yet_to_log(view: Timeline, having: tuple[int, ...], lacking: tuple[int, ...]) -> bool:
-    """Whether a rank that lacks a key has not come as far as those that have logged it."""
+    """Whether a rank that lacks a key has not got as far as those that have logged it."""
     places = positions(view)
     if min(places[rank] for rank in lacking) < min(places[rank] for rank in having):
         return True
@@ -296,9 +296,9 @@ def _finding(view: Timeline, odd: _UncommonKey) -> Finding:
 
 
 def _skipped_reduction(view: Timeline, reducing: tuple[int, ...]) -> Shift | None:
-    """The reduction of a logged value in which these ranks wait, if it is the first call that others have left out.
+    """The reduction of a logged value in which these ranks wait, if it is the first call that others have skipped.
 
-    The recorder has the line of each call, so that another call that was left out before would be seen.
+    The recorder has the line of each call, so an earlier skipped call would be seen.
     """
     split = view.divergence
     first = shift(view, split.group) if split is not None and not view.silent else None

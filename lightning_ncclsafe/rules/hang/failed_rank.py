@@ -158,7 +158,7 @@ def _other_data(view: Timeline, ranks: tuple[int, ...]) -> Divergence | None:
 def _mixed_words(view: Timeline, split: Divergence, rank: int) -> str:
     line = deepest_user_frame(split.calls[rank].stack)
     at = f", rank {rank} at {short_location(line)}" if line else ""
-    return f"Before that, {calls_words(view, split)} as number {split.seq}{at}, so they received other data than meant."
+    return f"Before that, {calls_words(view, split)} as number {split.seq}{at}, so they received the wrong data."
 
 
 def _named(ranks: tuple[int, ...], facts: RankFacts, exception: ExceptionFacts) -> tuple[str, str]:

@@ -165,7 +165,7 @@ def _evidence(view: Timeline, pending: Pending, ranks: tuple[int, ...]) -> Itera
 def _waits_for_device(facts: RankFacts) -> bool:
     thread = facts.machine.main_thread
     wait = wait_of(thread.wait_channel) if thread is not None else Wait.UNKNOWN
-    # CUDA waits by asking over and over. What sleeps until the clock says so asks something else, for instance a store.
+    # CUDA waits by polling. A thread that sleeps for a fixed time polls something else, for instance a store.
     if wait is Wait.CLOCK:
         return False
     return wait is Wait.DRIVER or (bool(facts.stack) and looks_like_device_sync(facts.stack[-1]))

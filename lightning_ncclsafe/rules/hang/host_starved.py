@@ -105,7 +105,7 @@ def _starved(view: Timeline) -> Iterator[tuple[int, ProcessFacts]]:
 
 
 def _needs(facts: RankFacts, seen: ProcessFacts | None) -> Iterator[_Need]:
-    """What it lacks, the most direct sign first; as others have seen it if it was too slow to tell."""
+    """What it lacks, the most direct sign first; as others have seen it if it was too slow to report it."""
     pressure, thread = facts.machine.pressure, facts.machine.main_thread
     if pressure is not None and _is_throttled(pressure):
         yield _Need.QUOTA

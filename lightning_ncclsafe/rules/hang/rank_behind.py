@@ -81,7 +81,7 @@ def rank_behind(view: Timeline) -> Iterator[Finding]:
 
 
 def _with_fewer_calls(view: Timeline) -> tuple[int, ...]:
-    """Ranks whose devices tell nothing, and which by their own count have not called what others wait in."""
+    """Ranks whose devices do not answer, and which by their own count have not called what others wait in."""
     awaited = {group.name: group.seq or 0 for group in view.groups}
     return tuple(
         rank

@@ -118,7 +118,7 @@ def _around_forward(view: Timeline) -> tuple[Shift, DecidingBranches] | None:
 def _forward_finding(view: Timeline, first: Shift, deciding: DecidingBranches) -> Finding:
     text = joined(
         (
-            f"{clause(first.ranks, 'has|have')} left out a forward pass at {short_location(deciding.at)} that "
+            f"{clause(first.ranks, 'has|have')} skipped a forward pass at {short_location(deciding.at)} that "
             f"{ranks_words(first.callers)} made, and its backward pass.",
             deciding.words(),
             f"{capitalised(clause(first.ranks, 'is|are now'))} {where_words(view, first.ranks[0])}"
@@ -160,9 +160,9 @@ def _inspected_finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
     return finding(
         view,
         ranks,
-        f"{clause(ranks, 'has|have gone on')} to {batch_words(there)} without exchanging gradients in batch "
+        f"{clause(ranks, 'has|have continued')} to {batch_words(there)} without exchanging gradients in batch "
         f"{here.batch_idx}, in whose backward pass {clause(others, 'waits|wait')}: "
-        f"{verb(ranks, 'it', 'they')} left out a backward pass, or DDP's parameters had no gradient in it, or "
+        f"{verb(ranks, 'it', 'they')} skipped a backward pass, or DDP's parameters had no gradient in it, or "
         f"{ranks_words(others)} made one more.",
         # Each of these looks the same from outside.
         confidence=Confidence.POSSIBLE,

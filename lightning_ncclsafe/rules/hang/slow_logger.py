@@ -127,7 +127,7 @@ def _call(facts: RankFacts) -> str:
 
 def _offload_words(logger: LoggerFacts) -> str:
     to = f" to {logger.path}" if logger.path else ""
-    now = f"a write has gone on for {duration_words(logger.writing_s)}, " if logger.writing_s else ""
+    now = f"a write has been running for {duration_words(logger.writing_s)}, " if logger.writing_s else ""
     longest, waited = duration_words(logger.longest_write_s), duration_words(logger.waited_s)
     return (
         f"{logger.logger} is off the training thread{to}: {now}the longest took {longest}, "

@@ -61,4 +61,4 @@ def _looks_up(facts: RankFacts) -> bool:
 
 def _query_evidence(rank: int, facts: RankFacts) -> Evidence:
     servers = ", ".join(facts.machine.name_servers)
-    return Evidence(source="network", rank=rank, text=f"A question to {servers}, port 53, has no answer yet.")
+    return Evidence(source="network", rank=rank, text=f"A query to {servers}, port 53, has no answer yet.")

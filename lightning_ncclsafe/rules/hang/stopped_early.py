@@ -71,8 +71,8 @@ def stopped_early(view: Timeline) -> Iterator[Finding]:
 
     Cause:
         trainer.should_stop, or max_epochs, set from a rank's own values; validation by each rank's own clock, or after
-        other numbers of batches on some ranks; a StopIteration that leaves a hook; optimizer steps that are counted
-        differently.
+        a different number of batches on some ranks; a StopIteration that leaves a hook; optimizer steps that are
+        counted differently.
 
     Remedy:
         Decide on all ranks together when to stop and when to validate.
@@ -120,7 +120,7 @@ def _validation(
 ) -> tuple[str, str] | None:
     """What the early ranks did, and the remedy, if they validate within an epoch or have not validated; else None."""
     if _have_skipped_validation(view, early, others):
-        return f"gone on without the validation that {clause(others, 'is|are in')}", _REMEDY_WITHOUT
+        return f"continued without the validation that {clause(others, 'is|are in')}", _REMEDY_WITHOUT
     if any(view.facts[rank].progress.phase is not Phase.VALIDATE for rank in early):
         return None
     if all(trainers[rank].validates_by_clock for rank in early):
@@ -134,7 +134,7 @@ def _validation(
 
 
 def _have_skipped_validation(view: Timeline, early: tuple[int, ...], others: tuple[int, ...]) -> bool:
-    """Whether they have skipped it otherwise than by a line of the user's that ends an epoch, which ends it as well.
+    """Whether they have skipped it, and not because a line of the user's ended their epoch, which ends it as well.
 
     With NCCL, the others may be a whole epoch ahead of their devices: a rank that was asked to stop has not skipped it.
     """
@@ -161,7 +161,7 @@ def _batches_left(view: Timeline, early: tuple[int, ...], others: tuple[int, ...
 
 
 def _changes(trainers: dict[int, TrainerFacts], early: tuple[int, ...], others: tuple[int, ...]) -> str:
-    """The settings that only the early ranks have changed: ``"max_epochs is 2 there …, and was 6"``; may be empty."""
+    """What only the early ranks have changed: ``"max_epochs was changed there …, from 6 to 2"``; may be empty."""
     first = trainers[early[0]]
     if any(trainers[rank].changed != first.changed for rank in early):
         return ""
@@ -172,8 +172,8 @@ def _changes(trainers: dict[int, TrainerFacts], early: tuple[int, ...], others: 
 
 def _change_words(name: str, now: str, before: str) -> str:
     if name == "first epoch":
-        return f"its count of epochs was set there while it trained, as if it had begun with epoch {now}, not {before}"
-    return f"{name} is {now} there since training began, and was {before}"
+        return f"its epoch counter was set there during training, as if it had begun with epoch {now}, not {before}"
+    return f"{name} was changed there during training, from {before} to {now}"
 
 
 def _have_begun_another_epoch(view: Timeline, early: tuple[int, ...], others: tuple[int, ...]) -> bool:

@@ -131,7 +131,7 @@ def _no_sender(view: Timeline, rank: int) -> Finding:
     others = tuple(other for other in view.waiting if other != rank)
     text = (
         f"rank {rank} waits in recv {place_words(frame)}, from any rank or an unknown one, and "
-        f"{clause(others, 'has|have')} gone on to collectives: one side sends or receives more often than the other."
+        f"{clause(others, 'has|have')} continued to collectives: one side sends or receives more often than the other."
     )
     return finding(
         view,

@@ -286,7 +286,7 @@ def _evidence(view: Timeline, ranks: tuple[int, ...]) -> Iterator[Evidence]:
         facts = view.facts[rank]
         yield from exception_evidence(facts)
         if facts.steps.with_backward:
-            text = f"Has gone through {facts.steps.with_backward} backward passes."
+            text = f"Has made {facts.steps.with_backward} backward passes."
             yield Evidence(source="steps", rank=rank, text=text)
         if facts.steps.without_gradient:
             text = f"Has no gradient for {_which(facts.steps.without_gradient, facts)}."

@@ -34,7 +34,7 @@ PAUSE = "pause:"
 # A main thread that runs, or waits for a core, for this share of the time does not wait for others.
 _COMPUTES = 0.2
 _WRAPPERS = ("run_training_epoch", "run_training_batch")
-# What a thread may be in to be waited for by the user's code: a save, a logger, or the wait for other ranks.
+# What a thread that the user's code waits for may be in: a save, a logger, or the wait for other ranks.
 _KINDS_OF_THREADS = (Kind.CHECKPOINT, Kind.LOGGER, Kind.COLLECTIVE, Kind.STORE)
 
 
@@ -113,7 +113,7 @@ def activity(facts: RankFacts) -> Activity:
 def _kind_and_call(facts: RankFacts, landmark: Landmark | None, collective: Collective | None) -> tuple[Kind, str]:
     """What the main thread is in, and in which call it waits: the first answer that its facts give.
 
-    The user's code that waits for a thread of its own is in what this thread is in.
+    If the user's code waits for a thread of its own, the main thread is in what that thread is in.
     """
     if facts.progress.phase is Phase.FINISHED:
         return Kind.FINISHED, ""
@@ -176,7 +176,7 @@ def _action(facts: RankFacts) -> str:
 
 
 def _in_awaited_thread(facts: RankFacts) -> tuple[Kind, str]:
-    """What the thread is in that the user's code waits for; the user's code if it waits for none of interest."""
+    """What the thread that the user's code waits for is in; the user's code if it waits for no thread of interest."""
     thread = awaited_thread(facts)
     landmark, _ = innermost_landmark(thread.stack) if thread is not None else (None, ())
     if landmark is None or landmark.weak or landmark.kind not in _KINDS_OF_THREADS:
@@ -215,8 +215,8 @@ def is_unrecorded(facts: RankFacts) -> bool:
 def waits_for_silent_device(facts: RankFacts) -> bool:
     """Whether the main thread is in code of torch's while CUDA's driver does not answer: it waits for its device.
 
-    Its place is not that of the collective which its device is in: a rank that reads no results runs ahead of its
-    device, even to the end of the training, where memory is freed. CUDA waits by asking over and over, so it computes.
+    The main thread is not at the collective that its device is in: a rank that reads no results runs ahead of its
+    device, even to the end of the training, where memory is freed. CUDA waits by polling, so the main thread computes.
     """
     if not facts.stack or all(group.why is not NotRecorded.DRIVER_SILENT for group in facts.unrecorded):
         return False

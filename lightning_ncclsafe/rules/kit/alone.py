@@ -17,7 +17,7 @@ from lightning_ncclsafe.rules.kit.timeline import Timeline
 
 # Conditions that hold on one rank only, unlike ``if rank != -1``, which holds on all; a bare name is that of a test.
 _OF_RANK_ZERO = re.compile(r"zero|is_main|master|==\s*0\b|not\s+[\w.]*rank|^if\s+[\w.]+(?:\(\))?$", re.IGNORECASE)
-# Conditions that hold on all others: past a jump under one of these, or in its `else`, is rank 0.
+# Conditions that hold on all other ranks: only rank 0 is past a jump under one of these, or in its `else`.
 _OF_OTHERS = re.compile(r"!=\s*0\b|>\s*0\b|>=\s*1\b|not\s+[\w.]*(?:zero|main|master)|if\s+[\w.]*rank$", re.IGNORECASE)
 # Calls that a rank may have made between running the model alone and the abort.
 _RECENT = 16
@@ -62,7 +62,7 @@ def gathering_alone(view: Timeline) -> tuple[int, ...]:
 
 @once
 def aborted_model_run(view: Timeline) -> AbortedModelRun | None:
-    """The rank that did the same until gloo aborted a process and the connections broke; None if unknown."""
+    """The rank that ran the model alone until gloo aborted a process and the connections broke; None if unknown."""
     ended = () if view.raised else aborted_by_gloo(view)
     if not ended:
         return None
@@ -82,7 +82,7 @@ def aborted_model_run(view: Timeline) -> AbortedModelRun | None:
 
 
 def _earlier_model_run(view: Timeline, ended: tuple[int, ...]) -> AbortedModelRun | None:
-    """One whose calls were paired with those of another step, so that gloo aborted a process only after it."""
+    """A model run whose calls were paired with those of another step, so that gloo aborted a process only after it."""
     found: dict[int, AbortedModelRun] = {}
     for rank, facts in view.facts.items():
         for call in map(view.with_stack, facts.collectives[-_RECENT:]):
@@ -94,7 +94,7 @@ def _earlier_model_run(view: Timeline, ended: tuple[int, ...]) -> AbortedModelRu
 
 
 def _is_regular(view: Timeline, rank: int, frame: Frame | None) -> bool:
-    """Whether this line has called collectives in steps before, too: then what it does there is not done alone."""
+    """Whether this line has called collectives in earlier steps, too: then the rank does not do this work alone."""
     earlier = view.facts[rank].collectives[:-_RECENT] if rank in view.facts else ()
     lines = {(one.file, one.line) for call in map(view.with_stack, earlier) for one in call.stack}
     return frame is not None and (frame.file, frame.line) in lines
@@ -129,8 +129,8 @@ def _in_sharded_call(stack: tuple[Frame, ...]) -> bool:
 def alone_in_trainer(view: Timeline) -> dict[int, str]:
     """Ranks that have called the Trainer under a condition on rank 0, with that condition; empty if others did as well.
 
-    The others are in another call of the Trainer, or in none. In none, no guard answers for them, so they look frozen,
-    or they have exited normally.
+    The others are in another call of the Trainer, or in none. If they are in none, no guard answers for them, so they
+    look frozen, or they have exited normally.
     """
     # After `if rank == 0: return` the other ranks call it, and none of them alone.
     first = {rank: facts for rank, facts in view.facts.items() if facts.local_rank == 0 and not has_no_trainer(facts)}
@@ -194,7 +194,7 @@ def _outside(facts: RankFacts) -> tuple[Frame, ...]:
 
 @once
 def blocked_at_one_line(view: Timeline) -> tuple[int, ...]:
-    """Ranks that are at the same line of the user's code by different ways: in a loader, or under a condition.
+    """Ranks that have reached the same line of the user's code on different paths: in a loader, or under a condition.
 
     That line itself blocks them, for instance a storage that answers none of them.
     """

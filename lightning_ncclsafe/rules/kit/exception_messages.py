@@ -64,7 +64,7 @@ _BYTES = {"EB": 10**18, "EiB": 2**60, "PiB": 2**50, "TiB": 2**40, "GiB": 2**30, 
 _ABSURD_BYTES = 10**14
 
 
-# Of a number that torch.distributed has received, seen with NCCL, which pairs calls that do not match.
+# About a number that torch.distributed has received; seen with NCCL, which pairs calls that do not match.
 _NO_COUNT = "cannot be converted to type int without overflow"
 
 
@@ -111,7 +111,7 @@ def shm_is_full(facts: RankFacts) -> bool:
 
 
 def says_shm_is_full(facts: RankFacts) -> bool:
-    """Whether its exception says so; "No space left" alone counts only if /dev/shm is full."""
+    """Whether its exception is about a full /dev/shm; "No space left" alone counts only if /dev/shm is full."""
     message = facts.exception.message if facts.exception is not None else ""
     if _OTHER_LIMIT.search(message) or (_BUS_ERROR.search(message) and _has_much(facts)):
         return False

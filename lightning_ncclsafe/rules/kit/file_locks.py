@@ -36,7 +36,7 @@ class LockWait:
 
     @property
     def holder_words(self) -> str:
-        """``"rank 0 holds it"``, ``"process 708 (python other.py) holds it, which is no rank of this job"``."""
+        """``"rank 0 holds it"``, ``"process 708 (python other.py), which is no rank of this job, holds it"``."""
         if self.process is not None:
             return self._process_words(self.process)
         if self.holder == self.rank:
@@ -53,9 +53,9 @@ class LockWait:
         command = f" ({process.command})" if process.command else ""
         if self.holder == self.rank:
             whose = f"its own process has taken it, and process {process.pid}{command} has the file open, too"
-            return whose if self.is_inherited else f"process {process.pid}{command} holds it, which it has started"
+            return whose if self.is_inherited else f"process {process.pid}{command}, which it has started, holds it"
         by_whom = "is no rank of this job" if self.holder is None else f"rank {self.holder} has started"
-        return f"process {process.pid}{command} holds it, which {by_whom}"
+        return f"process {process.pid}{command}, which {by_whom}, holds it"
 
 
 def lock_waits(facts: Mapping[int, RankFacts]) -> dict[int, LockWait]:

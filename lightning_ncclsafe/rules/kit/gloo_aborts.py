@@ -33,7 +33,7 @@ _LISTED = 4
 # Calls that a rank may have made before gloo aborts another.
 _RECENT = 8
 _MOST_OF_SEGMENT = 1 << 20
-# Calls from one line that show what is usual there.
+# This many calls from one line show what is usual there.
 _OFTEN = 2
 # Of two ranks, none is in the majority.
 _PAIR = 2
@@ -204,7 +204,7 @@ class UnusualCall(NamedTuple):
 
 @once
 def unusual_calls(view: Timeline) -> dict[int, UnusualCall]:
-    """By rank, the call that sent an aborted rank more than its room, which had sufficed for the earlier ones."""
+    """By rank, the call that sent an aborted rank more than it had room for, although earlier calls had fitted."""
     sizes = _overrun_of_any(view, aborted_by_gloo(view))
     if sizes is None:
         return {}

@@ -86,7 +86,7 @@ def innermost_landmark(inside: tuple[Frame, ...]) -> tuple[Landmark | None, tupl
         # A user's hook that is called while a checkpoint is assembled is not part of writing it.
         in_hook = in_hook or (has_user and is_in(libraries.PUTTING_CHECKPOINT_TOGETHER, inside[depth : depth + 1]))
         is_around = landmark is not None and landmark.kind is Kind.CHECKPOINT and in_hook
-        # Nor is a handler of the user's that waits for its own queue or thread held up by what it writes to.
+        # A handler of the user's that waits for its own queue or thread is not held up by what it writes to.
         is_of_logging = is_in(libraries.PYTHON_LOGGING, inside[depth : depth + 1])
         is_around = is_around or (is_of_logging and has_user and user_waits)
         if landmark and not (landmark.weak and has_user) and not is_around:

@@ -57,7 +57,7 @@ def wait_of(channel: str) -> Wait:
 
 @once
 def delayed_by_machine(view: Timeline) -> frozenset[int]:
-    """Ranks that at least likely lack a core or memory, collect garbage, or wait for storage."""
+    """Ranks that, at least likely, lack a core or memory, collect garbage, or wait for storage."""
     rules = (rule for rule in WHY_RANKS_WAIT if rule.is_of_machine)
     return named_by(view, *rules, least=Confidence.LIKELY)
 

@@ -163,7 +163,7 @@ def different_counts(view: Timeline) -> DifferentCounts | None:
 
 
 def skips_steps(view: Timeline) -> tuple[str, ...]:
-    """Where the user's code may have left out an optimizer's step, as any rank knows: ``"file:line in function"``."""
+    """Where the user's code may have skipped an optimizer's step, as far as known: ``"file:line in function"``."""
     return tuple(dict.fromkeys(place for facts in view.facts.values() for place in facts.steps.skips_steps))
 
 

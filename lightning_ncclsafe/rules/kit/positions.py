@@ -137,9 +137,10 @@ class FinishedAhead(NamedTuple):
 
 @once
 def finished_ahead(view: Timeline) -> FinishedAhead | None:
-    """Ranks that are through before others although data, settings and passes per batch are alike; None if none are.
+    """Ranks that have finished before others although data, settings and passes per batch are alike; None if none have.
 
-    They have made fewer calls in a batch, or the others more, which were paired with other calls of the same kind.
+    In some batch they have skipped calls, or the others have made extra ones, and these were paired with other calls of
+    the same kind.
     """
     trainers = [facts.trainer for facts in view.facts.values() if facts.trainer is not None]
     ranks = tuple(rank for rank, facts in sorted(view.facts.items()) if facts.progress.phase is Phase.FINISHED)
@@ -217,7 +218,7 @@ def _an_epoch_ahead(view: Timeline, first: float) -> tuple[int, ...]:
 
 
 def _equally_many(view: Timeline, ended: tuple[int, ...], still: tuple[int, ...]) -> bool:
-    """Whether all are in the same batch, for all the last one as far as known: they do not differ in their data."""
+    """Whether all are in the same batch, which is each one's last as far as known: they do not differ in their data."""
     loops = {view.facts[rank].progress.phase for rank in still}
     facts = [view.facts[rank] for rank in (*ended, *still)]
     # A rank that has left validation for the next epoch no longer shows how many batches it had there.
@@ -242,7 +243,7 @@ def _validated(view: Timeline) -> dict[int, int]:
 
 
 def _validated_less(view: Timeline, ended: tuple[int, ...], still: tuple[int, ...]) -> bool:
-    """Whether the ranks that have gone on to training had fewer batches in the validation that others are ending."""
+    """Whether the ranks that have continued to training had fewer batches in the validation that others are ending."""
     validated = _validated(view)
     have_left = all(view.facts[rank].progress.phase is Phase.TRAIN for rank in ended)
     if not ended or not have_left or validated.keys() < view.facts.keys():

@@ -91,7 +91,8 @@ def begins_another_forward(call: Collective | None, facts: RankFacts) -> bool:
 def unit_of(call: Collective, facts: RankFacts, part: _Part = _Part.UNKNOWN) -> ModelUnit | None:
     """The unit of the model that this collective sends; None if no size or several units fit.
 
-    A collective that the user's code calls itself sends no unit, whatever its size. DTensor's calls look as if it did.
+    A collective that the user's code calls itself sends no unit, whatever its size. DTensor's calls look like the
+    user's.
     """
     fitting = [unit for unit in facts.units if unit.kind is not UnitKind.METRIC and matches(unit, call)]
     if call.stack and call.stack[-1].user:

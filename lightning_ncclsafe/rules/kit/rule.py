@@ -1,8 +1,8 @@
 """What a rule is: its declaration, its place among the other rules, and the view of a job that it reads.
 
 A rule is a function named after its cause that takes a view of a job and yields findings. Its decorator declares the
-rest once: which rule it comes after, what to do, what makes it needless, and which causes it merely follows from. Order
-and precedence are computed from that.
+rest once: which rule it comes after, what to do, when it need not be asked, and which causes it merely follows from.
+Order and precedence are computed from that.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -134,7 +134,7 @@ class Rule(Generic[V]):
         reads_exceptions: Whether it reads an exception's message, so that failed-rank need not report it again.
         is_of_machine: Whether it is about ranks that their machine delays, whatever line they are at.
         is_mutual: Whether it compares what ranks call, so that the ranks it does not name may be the diverging ones.
-        is_of_data: Whether it is about which data ranks have, so that the line that makes it is to be told.
+        is_of_data: Whether it is about which data ranks have, so that the line that makes the data is to be named.
         hangs: Whether a job that starts with it would hang; for rules that are asked before training.
         plan: What the next start should do about it: `stop` if only the code, its settings or its data can be wrong,
             `restart` if they cannot be.

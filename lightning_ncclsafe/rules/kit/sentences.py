@@ -349,7 +349,7 @@ def exit_status(exception: ExceptionFacts) -> int | None:
 
 
 def type_and_place(facts: RankFacts) -> tuple[str, str]:
-    """Of a rank's exception: ranks with the same ones have raised alike."""
+    """Type and place of a rank's exception; ranks for which they are the same have raised alike."""
     return facts.exception.type if facts.exception else "", location_of(exception_place(facts))
 
 

@@ -88,7 +88,7 @@ def shift(view: Timeline, group: str) -> Shift | None:
 
 
 def _differ_by_root(view: Timeline, calls: Mapping[int, Collective]) -> bool:
-    """Whether all have made one call of the user's there with a root, for which torch has the root go another way."""
+    """Whether all have made one user's call with a root, in which torch takes a different path on the root."""
     callers = Counter(call.site for call in calls.values())
     with_stacks = [view.with_stack(call) for call in calls.values()]
     # Libraries make different calls with a root from one line: a broadcast of the strategy serves many callers.
@@ -187,7 +187,7 @@ def _in_loop_left(
     before: _Calls,
     is_majority: bool,
 ) -> Shift | None:
-    """The shift if one side has left a loop of the user's, and the other side calls there once more."""
+    """The shift if one side has left a loop of the user's, and the other side makes one more call in it."""
     ranks = few if is_majority else tuple(sorted((*few, *many)))
     for call, past, callers, others in ((own, theirs, few, many), (theirs, own, many, few)):
         own_lines, other_lines = _users(past), _users(call)
@@ -219,7 +219,7 @@ def _in_one_call(
 def _against_habit(
     aligned: dict[int, list[Collective]], index: int, ranks: tuple[int, ...], before: _Calls
 ) -> Shift | None:
-    """The same with equally many ranks on both sides, one of which has called what all have always called here."""
+    """The same if both sides have equally many ranks, and one side has called what all have always called here."""
     next_sites = usual_sites(before, index)
     if not next_sites:
         return None

@@ -125,7 +125,7 @@ def _process_evidence(rank: int, process: ProcessFacts) -> Evidence:
     observed = [f"Process {process.pid} is {process.state or 'alive'}"]
     observed += [f"kernel function {process.wait_channel}"] if process.wait_channel else []
     observed += [f"{process.cpu_s:.1f} s of CPU time used"] if process.cpu_s is not None else []
-    observed += [f"{process.ran_share:.0%} of a core got while looked at"] if process.ran_share is not None else []
+    observed += [f"got {process.ran_share:.0%} of a core while observed"] if process.ran_share is not None else []
     observed += [f"{size_words(process.swap_bytes)} swapped out"] if process.swap_bytes else []
     return Evidence(source="process", rank=rank, text=", ".join(observed) + ".")
 

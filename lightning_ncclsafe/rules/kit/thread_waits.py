@@ -1,4 +1,4 @@
-"""The threads that main threads wait for, told beside the findings about their ranks."""
+"""The threads that main threads wait for, named in the findings about their ranks."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -19,7 +19,7 @@ _REMEDY_AGAIN = "Take the lock once, in the outer function only, or make it a th
 def with_threads(findings: Iterable[Finding], job: JobFacts) -> list[Finding]:
     """The same findings; the first also names the thread that its rank waits for, or that holds the lock it waits for.
 
-    Of a thread that a rank waits for itself, this is the first finding about such a rank.
+    For a thread that a rank waits for, "the first" is the first finding about such a rank.
     """
     facts = {one.rank: one for one in job.ranks}
     completed = list(findings)

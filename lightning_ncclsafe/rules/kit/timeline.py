@@ -112,7 +112,7 @@ class Divergence:
 
     @property
     def deviating(self) -> tuple[int, ...]:
-        """The ranks that called something else than most did; all of them if no call was made by most."""
+        """The ranks that called something other than most did; all of them if no call was made by most."""
         return minority(ranks for _, ranks in self.variants) or tuple(sorted(self.calls))
 
 

@@ -164,7 +164,7 @@ def outer_decision(view: Timeline) -> DecidingBranches | None:
 def _branch_between(view: Timeline, lines: dict[int, Frame]) -> DecidingBranches | None:
     """The only condition on data around one of several lines of a function that is not around all of them.
 
-    A rank at an earlier line has gone around it only if it begins there once more, in a loop.
+    A rank at an earlier line has bypassed it only if a loop has taken the rank back there.
     """
     found: dict[Branch, Frame] = {}
     different = {frame.line: frame for frame in lines.values()}.values()

@@ -203,7 +203,7 @@ def condition_of(view: Timeline, rank: int) -> str:
 
 
 def out_of_step(view: Timeline, ranks: Iterable[int]) -> dict[int, str]:
-    """Of ranks that wait in different calls, those that are where the others do not come, and why, in words.
+    """Of ranks that wait in different calls, those at a place that the others do not reach, and why, in words.
 
     A condition on the rank decides; if there is none, and both sides have equally many ranks, the call that Lightning
     makes on every rank is the right one.
@@ -213,7 +213,7 @@ def out_of_step(view: Timeline, ranks: Iterable[int]) -> dict[int, str]:
 
 
 def under_rank_condition(view: Timeline, ranks: Iterable[int]) -> dict[int, str]:
-    """Those of these ranks that are where only some ranks come, under a condition or in a hook, and why, in words.
+    """Those of these ranks at a place that only some ranks reach, under a condition or in a hook, and why, in words.
 
     Empty if all of them are.
     """
@@ -225,12 +225,12 @@ def under_rank_condition(view: Timeline, ranks: Iterable[int]) -> dict[int, str]
 
 
 def _is_of_all(condition: str) -> bool:
-    """Whether all ranks of a distributed job come past it."""
+    """Whether all ranks of a distributed job reach it."""
     return bool((_HOLDS_ON_NONE if condition.startswith((ELSE, PAST)) else _HOLDS_ON_ALL).search(condition))
 
 
 def _why_only_some(view: Timeline, rank: int) -> str:
-    """Why only some ranks come to where this one is; empty if nothing shows that."""
+    """Why only some ranks reach the place where this one is; empty if nothing shows that."""
     if condition := condition_of(view, rank):
         return under_words(condition)
     actions = view.facts[rank].progress.actions if rank in view.facts else ()

@@ -94,7 +94,7 @@ def under_words(condition: str) -> str:
 
 
 def encloses_words(condition: str, frame: Frame | None) -> str:
-    """How a condition on the rank decides who comes to a frame; a sentence."""
+    """How a condition on the rank decides who reaches a frame; a sentence."""
     jump, test = _jump_of(condition)
     if jump:
         return f"The `{jump}` under {condition_words(test)} keeps other ranks from {location_of(frame)}."

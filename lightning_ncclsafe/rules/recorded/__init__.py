@@ -1,4 +1,4 @@
-"""Causes that dumps and logs show after a run: nobody was asked, and no Python stack was taken. One cause per file.
+"""Causes that dumps and logs show after a run: no rank was asked, and no Python stack was taken. One cause per file.
 
 ``wait_graph`` is what most of them read: who waits for whom, and where that ends, from the ``calls`` of all ranks and
 their ``circles``. ``divergences`` are calls that differ under one number, ``ends`` how ranks ended, ``statements`` what
@@ -10,5 +10,5 @@ from lightning_ncclsafe.rules.hang.shm_exhausted import shm_exhausted
 from lightning_ncclsafe.rules.hang.worker_died import worker_died
 from lightning_ncclsafe.rules.kit import WHAT_WAS_RECORDED
 
-# What a traceback says in so many words comes first, and reads the same in a log.
+# What a traceback states explicitly comes first, and reads the same in a log.
 RECORDED_RULES = (gpu_memory_exhausted, shm_exhausted, worker_died, *WHAT_WAS_RECORDED.of(__name__, __path__))

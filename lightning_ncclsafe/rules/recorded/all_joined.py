@@ -150,12 +150,12 @@ def _late(calls: dict[int, Collective]) -> _Late | None:
 def _late_words(group: GroupView, calls: dict[int, Collective], late: _Late) -> str:
     who = f"{ranks_words(late.ranks)} called {described(calls[late.ranks[0]])}"
     after = f"{duration_words(late.by_s)} after the first of the {len(calls):,} ranks of {group_words(group.name)}"
-    came = f"{verb(late.ranks, 'it', 'they')} came, but probably too late for those that had waited"
+    came = f"{verb(late.ranks, 'it', 'they')} arrived, but probably too late for those that had waited"
     return f"{who} {after}, with a timeout of {duration_words(late.timeout_s)}: {came}."
 
 
 def _is_complete(job: JobFacts, group: GroupView) -> bool:
-    """Whether no member is missing: of a group that not all ranks are in, logs name only the members that speak."""
+    """Whether no member is missing: of a group without all ranks, logs show only the members that print something."""
     return job.is_sized and (has_dumps(job) or len(group.members) == job.world_size)
 
 

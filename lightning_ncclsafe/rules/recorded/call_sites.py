@@ -1,4 +1,4 @@
-"""Where ranks have called, as dumps with stacks show it: which call some of them have left out, or made alone."""
+"""Where ranks have called, as dumps with stacks show it: which call some of them have skipped, or made alone."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -30,7 +30,7 @@ def left_out_at(view: Timeline, split: Divergence) -> str:
 
 
 def out_of_step(view: Timeline, split: Divergence) -> tuple[int, ...]:
-    """The ranks that have left out a call, or made one alone; empty if stacks and later calls do not show which."""
+    """The ranks that have skipped a call, or made one alone; empty if stacks and later calls do not show which."""
     found = _decided_shift(view, split)
     return found.ranks if found is not None and found.count else ()
 

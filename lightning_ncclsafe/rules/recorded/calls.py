@@ -127,7 +127,7 @@ class Calls:
         if facts.record is not None and facts.record.has_lost:
             return True
         first = next(iter(facts.collectives), None)
-        # If dumps include what has ended, and nothing before the first open call is left, older calls may be open, too.
+        # If dumps include ended calls, but none from before the first open call, older calls may be open, too.
         return self._has_ended and first is not None and not first.completed and first.seq > 1
 
     def _is_timed(self, rank: int) -> bool:

@@ -34,7 +34,7 @@ _REMEDY_FINISHED = (
     "stream that is split evenly, drop_last), the same settings of the Trainer and the same state to resume from."
 )
 _REMEDY_ENDED = (
-    "If it has come to its end without an error, it had fewer steps than the others, or was told alone to stop. "
+    "If it has finished without an error, it had fewer steps than the others, or it alone was asked to stop. "
     "Otherwise something has ended it."
 )
 _REMEDIES = {
@@ -58,8 +58,8 @@ def dead_rank(view: Timeline) -> Iterator[Finding]:
         log; the others time out, or report "Connection closed by peer".
 
     Cause:
-        The out-of-memory killer, a scheduler, a segmentation fault, a full /dev/shm; or it has come to its end while
-        the others have not.
+        The out-of-memory killer, a scheduler, a segmentation fault, a full /dev/shm; or it has finished while the
+        others have not.
 
     Remedy:
         Look at the kernel's log of that host. Use less host memory if it was the out-of-memory killer.
@@ -72,7 +72,7 @@ def dead_rank(view: Timeline) -> Iterator[Finding]:
     for rank in died(view):
         alike[fatal_signal_of(view, rank)].append(rank)
     if raised(view):
-        # Whoever else was ended then was ended because of that.
+        # Processes that were ended later were ended because of that.
         return
     for code, ranks in alike.items():
         yield _finding(view, code, tuple(ranks))
@@ -114,7 +114,7 @@ def _are_named(found: LogStatements) -> bool:
 
 
 def _lost(view: Timeline) -> Iterator[Finding]:
-    """The end of a connection is closed by whoever ends it, or by the kernel of whoever is dead."""
+    """A connection was closed by its other end: by the process there, or by the kernel if that process is dead."""
     found = stated(view, StatementKind.PEER_LOST)
     if not found or a_timeout_expired(view) or compared(view) or stated(view, StatementKind.UNREACHABLE):
         return
@@ -137,7 +137,7 @@ def _lost(view: Timeline) -> Iterator[Finding]:
 
 
 def _unheard(view: Timeline, found: LogStatements) -> int | None:
-    """The only rank of which nothing is heard, where all others have lost a connection or wait; None if unknown."""
+    """The only rank without a dump or a line, if all others have lost a connection or wait; None if unknown."""
     if not (view.job.is_sized and view.waiting) or stated(view, StatementKind.ENDED):
         return None
     heard = {*view.facts, *found.by, *view.job.log.lost_store, *view.job.outdated, *view.job.left_out}

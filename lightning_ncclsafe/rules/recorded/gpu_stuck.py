@@ -77,7 +77,7 @@ def _part(view: Timeline, root: Root) -> str:
     if not root.ops:
         waiting = open_calls(view.facts[rank])[0]
         if waiting.pair_number:
-            return f"{of} {has} not completed {described(waiting)}, although the other side has come to it"
+            return f"{of} {has} not completed {described(waiting)}, although the other side has reached it"
         return f"{of} {has} not started {described(waiting)}, although the other side has started"
     name, seq = root.ops[0]
     call = oldest_outstanding(view.facts[rank], name)

@@ -127,7 +127,7 @@ def _last_call(facts: RankFacts, group: str) -> Collective | None:
 
 
 def _of_dumps(view: Timeline, culprits: list[Root], is_sure: bool) -> Finding:
-    """All ranks of which dumps say so, in whichever groups others wait for them."""
+    """All ranks that are stuck in this way according to dumps, in whichever groups others wait for them."""
     by_op: dict[tuple[str, int] | None, list[int]] = defaultdict(list)
     for root in culprits:
         by_op[root.ops[0] if root.ops else None] += root.ranks
@@ -197,7 +197,7 @@ def _finding(view: Timeline, group: GroupView, ranks: tuple[int, ...]) -> Findin
 
 
 def _named(view: Timeline) -> Iterator[Finding]:
-    """A monitored barrier and a desync report name those who did not come."""
+    """A monitored barrier and a desync report name the ranks that did not arrive."""
     for rank, facts in sorted(view.facts.items()):
         record = facts.record
         if record is None or not record.awaited or record.awaited_in == SET_UP:

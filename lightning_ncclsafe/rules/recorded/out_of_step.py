@@ -1,4 +1,4 @@
-"""The cause out-of-step: ranks of one group time out in different numbers, so some are through what others are not."""
+"""The cause out-of-step: ranks of one group time out in different numbers, so some are ahead of the others."""
 
 from collections.abc import Iterator
 
@@ -52,7 +52,7 @@ def out_of_step(view: Timeline) -> Iterator[Finding]:
         Make every rank call the same collectives in the same order; otherwise check that GPU.
 
     Cannot see:
-        Which of the two it is, from logs: a rank names only what it waits in. Dumps tell them apart
+        Which of the two it is, from logs: a rank names only what it waits in. Dumps distinguish them
         (diverged-collectives, gpu-stuck).
     """
     if failed(view) or has_dumps(view.job):

@@ -1,4 +1,4 @@
-"""The cause silent-rank: in a log all ranks but some say that they waited in vain."""
+"""The cause silent-rank: in a log, all ranks but a few report that they waited in vain."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -87,7 +87,7 @@ def _named(view: Timeline, named: LogStatements) -> Finding:
     return finding(
         view,
         ranks,
-        f"{ranks_words(ranks)} {verb(ranks, 'has', 'have')} not come: {named[0].detail}.",
+        f"{ranks_words(ranks)} {verb(ranks, 'has', 'have')} not arrived: {named[0].detail}.",
         evidence=named.evidence,
     )
 
@@ -116,7 +116,7 @@ def _at_barrier(view: Timeline) -> Iterator[Finding]:
     if any(rank in view.facts and view.facts[rank].exception is not None for rank in ranks):
         return
     text = (
-        f"{ranks_words(came.by)} came to a monitored barrier, and {ranks_words(ranks)} did not answer there: that one "
+        f"{ranks_words(came.by)} reached a monitored barrier, and {ranks_words(ranks)} did not answer there: that one "
         "is late, or has waited for another one, which its own log would name"
     )
     yield finding(view, ranks, f"{text}.", confidence=Confidence.POSSIBLE, evidence=came.evidence)
@@ -140,7 +140,7 @@ def _of_other_groups(view: Timeline) -> Finding:
     return finding(
         view,
         ranks,
-        f"{ranks_words(ranks)} {verb(ranks, 'says', 'say')} nothing, while {waiting_words(waiting)}.",
+        f"{ranks_words(ranks)} {verb(ranks, 'reports', 'report')} nothing, while {waiting_words(waiting)}.",
         confidence=Confidence.LIKELY if alone else Confidence.POSSIBLE,
         evidence=(
             *(item for group in groups[:4] for item in counters_evidence(view, group)),

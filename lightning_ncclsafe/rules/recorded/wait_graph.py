@@ -78,7 +78,7 @@ def roots(view: Timeline) -> tuple[Root, ...]:
 
 
 def roots_of(view: Timeline, cause: RootCause) -> list[Root]:
-    """The roots of one kind, without those in groups whose members are unknown, as nobody has their counters."""
+    """The roots of one kind, without those in groups whose members are unknown, because no dump has their counters."""
     known = view.groups_by_name
     return [root for root in roots(view) if root.cause is cause and all(name in known for name, _ in root.ops)]
 
@@ -172,7 +172,7 @@ class _WaitGraph(Calls):
 
     @cached_property
     def _do_several_move(self) -> bool:
-        """Whether something had just ended on several ranks, which all wait once a device has failed."""
+        """Whether something had just ended on several ranks: once a device has failed, all ranks wait."""
         records = (facts.record for facts in self.view.facts.values())
         return sum(record is not None and record.is_moving for record in records) > 1
 

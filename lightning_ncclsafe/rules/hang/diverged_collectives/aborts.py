@@ -97,7 +97,7 @@ def _by_size(view: Timeline, sized: CallBySize) -> Finding:
     text = (
         f"{aborted_words(view, ended)}, {gloo_abort_words(view, ended)}. "
         f"{capitalised(clause(sized.senders, 'sends|send'))} that many bytes in {call_words(sized.sent)}, and the room "
-        f"is that of {call_words(sized.call)} {place_words(sized.frame)}: these are different collectives. "
+        f"was for {call_words(sized.call)} {place_words(sized.frame)}: these are different collectives. "
         f"{capitalised(clause(ranks, 'has|have'))} probably {'skipped' if have_skipped else 'added'} the latter."
     )
     return finding(

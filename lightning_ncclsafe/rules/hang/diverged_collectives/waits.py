@@ -49,7 +49,7 @@ _FEWER_BATCHES = "Fewer batches on some ranks than on others would look the same
 
 
 def waits_elsewhere(view: Timeline, ranks: tuple[int, ...]) -> Finding:
-    """These ranks wait elsewhere than the others do; if they are all that wait, those in the less common calls do."""
+    """These ranks wait elsewhere than the others; if no others wait, those in the less common calls are meant."""
     few = _in_calls_of_few(view) if ranks == view.waiting else ranks
     why = out_of_step(view, view.waiting).get(few[0], "")
     text = f"{clause(few, 'waits|wait in a different place from the others')}{f', {why}' if why else ''}"
@@ -94,7 +94,7 @@ def _waiting_for_finished(view: Timeline) -> tuple[int, ...]:
 
 
 def _waiting_apart(view: Timeline) -> tuple[int, ...]:
-    """Ranks that wait under a condition on the rank, where all wait, some of them for devices that tell nothing.
+    """Ranks that wait under a condition on the rank while all wait, some of them for devices that do not answer.
 
     Empty if one of them waits in the same call as a rank outside: then it only reads a result there.
     """
@@ -137,7 +137,7 @@ def _different_call_sites(view: Timeline) -> tuple[int, ...]:
 
 
 def _different_numbers(view: Timeline) -> Finding | None:
-    """All ranks wait at one place, for devices that tell nothing, and have made different numbers of calls before."""
+    """All ranks wait at one place, for devices that do not answer, and have made different numbers of calls before."""
     places = {(*inside_trainer(facts.stack), *_point(facts)) for facts in view.facts.values()}
     if view.silent or len(places) != 1 or not all(map(waits_for_silent_device, view.facts.values())):
         return None
