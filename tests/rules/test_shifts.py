@@ -131,6 +131,12 @@ def test_a_broadcast_of_a_library_is_not_taken_for_that_of_its_root() -> None:
     assert found is not None and (found.ranks, found.call.seq, found.callers) == ((1,), 7, (1,))
 
 
+def test_of_two_ranks_habit_alone_makes_nothing_certain() -> None:
+    """Rank 1 may have left out the first of a kind of call: that of the first validation."""
+    finding = first(of("rgrgrgrgzrgrg", "rgrgrgrgrgrg"))
+    assert (finding.rule, finding.ranks, finding.confidence) == ("diverged-collectives", (0,), Confidence.LIKELY)
+
+
 def test_of_two_ranks_both_are_named_where_nothing_decides() -> None:
     finding = first(of("rrzb", "rrbr"))
     assert (finding.ranks, finding.confidence) == ((0, 1), Confidence.LIKELY)

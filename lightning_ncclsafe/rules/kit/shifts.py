@@ -1,7 +1,7 @@
 """Calls in a group that only some ranks have made, so that all later calls are shifted, as the recorder shows."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning_ncclsafe.code.libraries import JOIN
@@ -35,6 +35,7 @@ class Shift:
         count: The number of such calls; 0 if ranks wait in the first of them.
         frame: The line to look at; None if the call is not the user's.
         is_at_one_line: Whether all have made it there. If not, the ranks that have not may belong to another line.
+        is_by_habit: Whether only habit decides: nobody has made the call before, which the others may have left out.
     """
 
     ranks: tuple[int, ...]
@@ -44,6 +45,7 @@ class Shift:
     count: int
     frame: Frame | None
     is_at_one_line: bool = True
+    is_by_habit: bool = False
 
     @property
     def is_decided(self) -> bool:
@@ -154,16 +156,19 @@ def _shift_at(aligned: dict[int, list[Collective]], index: int, ranks: tuple[int
     if any(_distance(aligned[rank][index:], theirs) != count for rank in few):
         return None
     callers, others, call = (few, many, own[0]) if count > 0 else (many, few, theirs[0])
+    ranks = few if len(few) < len(many) else _odd_side(call, callers, others, before)
+    # The others have called what has always come next.
     instead = theirs[0] if count > 0 else own[0]
-    ranks = few if len(few) < len(many) else _odd_side(call, instead, callers, others, before)
+    is_by_habit = len(ranks) == len(calls) and instead.site in usual_sites(before, len(before))
     return Shift(
-        ranks=ranks,
+        ranks=callers if is_by_habit else ranks,
         call=call,
         callers=callers,
         others=others,
         count=abs(count),
         frame=deepest_user_frame(call.stack),
         is_at_one_line=len({aligned[rank][index].site for rank in callers}) == 1,
+        is_by_habit=is_by_habit,
     )
 
 
@@ -284,23 +289,12 @@ def _alike(own: _Calls, theirs: _Calls) -> int:
 
 
 def _odd_side(
-    call: Collective, instead: Collective, callers: tuple[int, ...], others: tuple[int, ...], before: _Calls
+    call: Collective, callers: tuple[int, ...], others: tuple[int, ...], before: Iterable[Collective]
 ) -> tuple[int, ...]:
-    """Of two sides of equal size, the one that is out of step; both if nothing decides.
-
-    Args:
-        call: The call that only some have made.
-        instead: What the others have called there.
-        callers: The ranks that have made it.
-        others: The ranks that have not.
-        before: What all have called before.
-    """
+    """Of two sides of equal size, the one that is out of step; both if nothing decides."""
     if _condition_of(call):
         return callers
     # All have made this call before.
     if any(earlier.site == call.site for earlier in before):
         return others
-    # Or none has made it before, and the others have called what has always come next.
-    if instead.site in usual_sites(before, len(before)):
-        return callers
     return tuple(sorted((*callers, *others)))

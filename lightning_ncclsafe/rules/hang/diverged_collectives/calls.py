@@ -114,7 +114,7 @@ def _shifted(view: Timeline, split: Divergence, first: Shift) -> Finding:
 
 def _is_sure(first: Shift) -> bool:
     """Whether both are known: who is out of step, and at which line."""
-    return first.is_decided and first.is_at_one_line
+    return first.is_decided and first.is_at_one_line and not first.is_by_habit
 
 
 def _outcome_words(view: Timeline, split: Divergence) -> str:
