@@ -4,11 +4,11 @@
 # make docs   the site, into build/site; fails at any warning, broken link or cause without a page
 # make soak   train for MINUTES with everything on, and see whether anything grows
 # make faults let small trainings go wrong in every known way, and print how often the cause is named
-# make restarts let a training go wrong at random instants, start again, and compare what it comes to (an hour)
-# make clients let published projects train with stock and with ours, and compare (an hour, 8 GB of disk)
-# make upstream let Lightning's own tests run with its classes and with ours in their place (an hour and a half)
+# make restarts let a training go wrong at random instants, start it again, and compare the results (an hour)
+# make clients let published projects train with stock Lightning and with this package, and compare (an hour, 8 GB of disk)
+# make upstream run Lightning's own tests with its classes and with ours in their place (an hour and a half)
 # make package wheel and sdist, checked, installed into an empty environment, and tried there
-# make pictures those of the documentation, of a real hang and a real straggler; needs Chromium
+# make pictures the pictures of the documentation, from a real hang and a real straggler; needs Chromium
 # make gpu    with NCCL, several ranks on one GPU: the tests that need it, recordings, what the guard costs
 #
 # All set up .venv first, and again whenever pyproject.toml changes.
@@ -46,7 +46,7 @@ hangs: $(INSTALLED)
 		$(BIN)/python examples/hangs/$$hang.py --strategy $(STRATEGY) --root-dir runs/hangs/$$hang/$$run || true; \
 	done; done
 
-# Both at the same time: for as long as the suite collects its tests, it needs one core only.
+# Both at the same time: while the suite collects its tests, it needs only one core.
 test: $(INSTALLED)
 	@$(MAKE) --no-print-directory --jobs 2 lint suite
 
@@ -63,7 +63,7 @@ docs: $(DOCUMENTED)
 	$(BIN)/python docs/site/links.py
 	$(BIN)/python docs/site/search.py build/site
 
-# An interpreter that is not there is said, and fails only a SESSION that was named.
+# A missing interpreter is reported, and fails only a SESSION that was named.
 matrix: $(INSTALLED)
 	@status=0; mkdir -p runs/matrix; rm -f runs/matrix/*.json; \
 	$(BIN)/nox --report runs/matrix/report.json $(if $(SESSION),--error-on-missing-interpreters --session $(SESSION)) \

@@ -17,7 +17,7 @@ from typing import Any
 import nox
 
 RESULTS = Path("runs/matrix")
-# Each with the newest that fits of whatever is not named.
+# Each has the newest compatible version of every package that is not named.
 SESSIONS = {
     # ``lightning`` asks for any ``pytorch-lightning``, and would get today's. Its RichProgressBar needs that rich.
     "oldest": ("3.10", "torch==2.8.0", "lightning==2.5.0", "pytorch-lightning==2.5.0", "rich<14.1"),
@@ -26,7 +26,7 @@ SESSIONS = {
     "newest-3.14": ("3.14", "torch", "lightning"),
     "pytorch-lightning": ("3.11", "torch==2.13.0", "pytorch-lightning"),
 }
-# Who has only ``pytorch-lightning`` writes these for the names on the left.
+# With ``pytorch-lightning`` alone, programs use these names instead of those on the left.
 OTHER_NAMES = {
     r"\blightning\.pytorch\b": "pytorch_lightning",
     r"\blightning\.fabric\b": "lightning_fabric",
@@ -34,7 +34,7 @@ OTHER_NAMES = {
     r"\bimport lightning as L\b": "import pytorch_lightning as L",
     r"\bfrom lightning import\b": "from pytorch_lightning import",
 }
-# Of a checkout, what is no part of the repository; and the package, which is used as it is.
+# Files of a checkout that are not part of the repository; and the package, which is used as it is.
 LEFT_OUT = (
     ".git",
     ".nox",

@@ -1,6 +1,6 @@
 """Whether links of the README lead somewhere: ``python docs/site/links.py``.
 
-MkDocs checks those between pages. README.md is none of them.
+MkDocs checks links between pages, and README.md is not one of these.
 """
 
 import re
@@ -32,7 +32,7 @@ def _anchors(page: Path) -> set[str]:
 
 
 def main() -> None:
-    """Prints those that do not; the exit code says whether there are any."""
+    """Prints the links that lead nowhere; the exit code is 1 if there are any."""
     found = broken(ROOT / "README.md")
     for link in found:
         print(f"README.md links to {link}, which is not there.")

@@ -1,4 +1,4 @@
-"""Makes what the site says of causes out of the rules themselves, so that adding a cause adds its page.
+"""Makes the pages of causes from the rules themselves, so that adding a cause adds its page.
 
 MkDocs calls the functions whose names begin with ``on_``. Each cause gets a page made of its rule's docstring and of a
 report: recorded facts (``docs/site/reports``, written by ``docs/site/record.py``), judged by today's rules. The build
@@ -47,7 +47,7 @@ HELP = re.compile(r"^<!-- help: (.+) -->$", re.MULTILINE)
 # What the text of a report ends with, which only the whole report shows.
 STACKS = re.compile(r"\n\n(?=Stacks? of .*\n---)")
 ERRORS_FIRST = 3
-# Of a title: what a page of results shows.
+# The part of a title that a page of search results shows.
 LONGEST_TITLE = 90
 
 
@@ -64,7 +64,7 @@ class Cause:
 
     @property
     def title(self) -> str:
-        """What people see of it, which is what they look for."""
+        """What users see of the cause, which is what they search for."""
         return TITLES.get(self.name) or title_of(self.sections["Symptom"])
 
 
@@ -77,12 +77,12 @@ def title_of(symptom: str) -> str:
 
 
 def slug(kind: str) -> str:
-    """The folder that facts of such causes are in."""
+    """The folder with the facts of such causes."""
     return kind.lower().replace(" ", "-")
 
 
 def facts_file(kind: str, name: str) -> Path:
-    """Where the facts are that the page of a cause shows a report of."""
+    """The facts whose report the page of a cause shows."""
     return REPORTS / slug(kind) / f"{name}.json"
 
 
@@ -90,7 +90,7 @@ def load(kind: str, rule: Rule[Any]) -> Cause:
     """A rule with its report.
 
     Raises:
-        PluginError: Something of it is missing; says how it is made.
+        PluginError: A part of it is missing; the message gives the command that makes it.
     """
     name, sections = rule.name, dict(rule.sections)
     if absent := [section for section in SECTIONS if not sections.get(section)]:
@@ -106,15 +106,15 @@ def load(kind: str, rule: Rule[Any]) -> Cause:
     named = [finding.rule for finding in diagnosis.findings]
     if name not in named[:1]:
         raise PluginError(
-            f"Of the facts in {path.relative_to(DOCS.parent)} today's rules say {', '.join(named) or 'nothing'}, and"
-            f" not {name}: fix the rule, or run `python docs/site/record.py {name}`."
+            f"For the facts in {path.relative_to(DOCS.parent)}, today's rules name {', '.join(named) or 'nothing'}, and"
+            f" not {name} first: fix the rule, or run `python docs/site/record.py {name}`."
         )
     made = recorded["made"]
     return Cause(name=name, kind=kind, summary=rule.summary, sections=sections, diagnosis=diagnosis, made=made)
 
 
 def _facts(recorded: dict[str, Any]) -> JobFacts:
-    """What was recorded, or what logs and dumps of the tests tell."""
+    """What was recorded, or what logs and dumps of the tests show."""
     if "job" in recorded:
         return from_plain(JobFacts, recorded["job"])
     evidence = Artifacts()
@@ -127,7 +127,7 @@ def _facts(recorded: dict[str, Any]) -> JobFacts:
 
 
 def causes() -> dict[str, list[Cause]]:
-    """All causes by name; some names stand for one that is seen live and for the same in what a run has left."""
+    """All causes by name; some names have two rules, one for live jobs and one for what a run has left."""
     found: dict[str, list[Cause]] = defaultdict(list)
     for kind, rules in RULES.items():
         for rule in dict.fromkeys(rules):
@@ -211,7 +211,7 @@ def _told(one: Cause, number: int, linked: Callable[[str], str], *, alone: bool)
     titles = {"Symptom": "What you see", "Cause": "Why", "Remedy": "What to do", "Cannot see": "What it cannot see"}
     for section, title in titles.items():
         yield from (f"{level} {title}", "", linked(one.sections[section].replace("``", "`")), "")
-    # Its words are those of all reports, which are not what anybody looks for.
+    # Its words occur in all reports, so nobody searches for them.
     yield from (f"{level} A report {{ data-search-exclude }}", "", one.made, "", "```text")
     yield STACKS.split(render_text(one.diagnosis))[0].rstrip()
     yield from ("```", "", f"[The whole report, as a page]({_report(one.name, number)})" + "{ target=_blank }", "")
@@ -242,16 +242,17 @@ def _list(found: dict[str, list[Cause]]) -> str:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Puts in what commands print of themselves where a page has ``<!-- help: diagnose -->``, and what rules plan."""
+    """Inserts the help of a command where a page has ``<!-- help: diagnose -->``, and the plans of rules."""
     if page.file.src_uri.startswith("hangs/"):
-        # Who pastes an error wants the page on this error, and from there the cause.
+        # Users who paste an error want the page on this error, and from there the cause.
         page.meta.setdefault("search", {"boost": ERRORS_FIRST})
     markdown = markdown.replace(PLANS, "\n".join(_plans()))
     return HELP.sub(lambda found: f"```text\n{_help(found[1].split())}```", markdown)
 
 
 def _plans() -> Iterator[str]:
-    """What the next start does about each cause, by the rules themselves; of a run that is long over, there is none."""
+    """What the next start does about each cause, by the rules themselves; for a run that is long over, there is
+    none."""
     for kind, rules in RULES.items():
         if kind == RECORDED:
             continue
@@ -276,6 +277,6 @@ def _help(command: list[str]) -> str:
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Shows what docstrings have for Sphinx as everything else, and callbacks under the names that users import."""
+    """Shows Sphinx's roles in docstrings as code, and callbacks under the names that users import."""
     html = ROLE.sub(lambda found: f"<code>{found[1].rpartition('.')[2]}</code>", html)
     return re.sub(r"(?<=>)(\w+)Hooks(?=<)", r"\1", html).replace("<p>Example::</p>", "<p>Example:</p>")

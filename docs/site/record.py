@@ -1,8 +1,8 @@
 """Records the facts whose report the page of a cause shows: ``python docs/site/record.py [NAME[=CASE]...]``.
 
-Without names, those that are missing. The best that there is is taken: a real training of ``make faults``; a log or the
-dumps of a real job; facts that tests construct, where it takes GPUs, many hosts or a host in a bad state. Each file
-says which.
+Without names, it records those that are missing. It takes the best available source: a real training of ``make
+faults``; a log or the dumps of a real job; facts that tests construct, if the cause needs GPUs, many hosts or a host in
+a bad state. Each file states its source.
 """
 
 import argparse
@@ -48,7 +48,7 @@ def first_finding(kind: str, job: JobFacts | None) -> str:
 
 
 def from_training(kind: str, name: str, warm: Warm, wanted: str = "") -> Iterator[Recorded]:
-    """Real ranks on gloo, small jobs first; of the case that is wanted, if there is one."""
+    """Real ranks on gloo, small jobs first; those of the requested case, if there is one."""
     cases = [case for case in CASES.values() if case.scenario.causes[:1] == (name,) and "SafeDDP" in _strategies(case)]
     cases = [case for case in cases if wanted in ("", case.name)]
     for case in sorted(cases, key=lambda case: (bool(case.scenario.needs), case.world_size)):
@@ -80,7 +80,7 @@ def _strategies(case: Case) -> tuple[str, ...]:
 
 
 def _without_this_machine(text: str) -> str:
-    """Paths, names and addresses are those of anybody."""
+    """Replaces paths, names and addresses of this machine by generic ones."""
     packages = [path for path in sys.path if path.endswith("site-packages")]
     replaced = {path: f"/venv/lib/{Path(path).parent.name}/site-packages" for path in packages} | {
         str(TESTS / "programs" / "faults"): "/home/me/project",
@@ -138,7 +138,7 @@ def from_logs(kind: str, name: str) -> Iterator[Recorded]:
         logs = TESTS / "reading" / "logs" / folder
         for truth in json.loads((logs / "truth.json").read_text()):
             path = (logs / truth["file"]).relative_to(ROOT)
-            # Where a log does not tell the cause, rank-behind is the right answer, and no other one is.
+            # If a log does not show the cause, rank-behind is the only right answer.
             is_told = (truth["derivable"]["kind"] == "cannot-tell") == (name == "rank-behind")
             if is_told and "#" in truth["source"] and names(kind, name, path):
                 made = f"From the log in {_thread(truth['source'])}: `ncclsafe diagnose {path}`."
@@ -169,7 +169,7 @@ LOADER_ERRORS = {
 
 
 def names(kind: str, name: str, path: Path) -> bool:
-    """Whether this is what is said first of files."""
+    """Whether this cause is the first finding about a file or folder."""
     evidence = Artifacts()
     evidence.read(str(ROOT / path))
     return first_finding(kind, evidence.job()) == name
@@ -197,7 +197,7 @@ SIMULATED = 60
 
 
 def record(kind: str, name: str, warm: Warm, wanted: str = "") -> str:
-    """Writes the facts of one cause; says which."""
+    """Writes the facts of one cause; returns their source."""
     makers: dict[str, tuple[Callable[..., Iterator[Recorded]], ...]] = {
         LIVE: (from_training, from_recording, from_scene),
         DISAGREEMENT: (from_training, from_scene),
@@ -216,7 +216,7 @@ def record(kind: str, name: str, warm: Warm, wanted: str = "") -> str:
 
 
 def main() -> None:
-    """Records those that are named, or missing."""
+    """Records the causes that are named, or those that are missing."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help="causes; without any, those that have no facts yet")
     wanted = dict(given.partition("=")[::2] for given in parser.parse_args().names)

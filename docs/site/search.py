@@ -1,7 +1,7 @@
 """Whether the site's own search leads from what people paste to the right page: ``python docs/site/search.py SITE``.
 
-The search that the browser would run is run here: the site's worker, on the site's index. Each query stands in a public
-thread; the page that is meant has to come first.
+It runs the search that the browser would run: the site's worker, on the site's index. Each query is from a public
+thread; the right page has to come first.
 """
 
 import json
@@ -11,7 +11,7 @@ from typing import Any
 
 from py_mini_racer import MiniRacer
 
-# Thread, what stands there, and the page that has to come first.
+# Thread, a quotation from it, and the page that has to come first.
 QUERIES = (
     (
         "mlfoundations/open_clip#1024",
@@ -136,7 +136,7 @@ class Search:
 
 
 def main() -> None:
-    """Prints each text that leads elsewhere; the exit code says whether there are any."""
+    """Prints each text that leads elsewhere; the exit code is 1 if there are any."""
     search, wrong = Search(Path(sys.argv[1])), 0
     for thread, query, page in QUERIES:
         found = search.pages(query)

@@ -883,7 +883,7 @@ def after_other_data(*called: Frame) -> Finding:
 def test_a_rank_that_raised_after_an_unmatched_call_received_other_data() -> None:
     finding = after_other_data(user("__iter__", 125))
     assert "rank 1 called broadcast (24 elements of Long)" in finding.summary
-    assert "as number 60, rank 1 at train.py:125 in __iter__, so they received other data" in finding.summary
+    assert "as number 60, rank 1 at train.py:125 in __iter__, so they received the wrong data" in finding.summary
     assert (finding.confidence, finding.location.rpartition("/")[2]) == (Confidence.LIKELY, "train.py:125 in __iter__")
 
 
