@@ -105,7 +105,10 @@ class Participation:
             witness=self._own.probe.witness,
             is_dropped=lambda: state.is_off or connection.is_superseded,
             publish_info=connection.has_joined,
-            has_moved=lambda: is_held_up and self._own.probe.position() != position,
+            # A rank that raises leaves its actions, too.
+            has_moved=lambda: (
+                is_held_up and self._own.probe.exception is None and self._own.probe.position() != position
+            ),
         )
         try:
             gathering.publish(facts)
