@@ -420,7 +420,7 @@ class RankProbe:
                 self._slow_look.answer(deadline_s)
                 return
             before, ran_before_s = answered, ran_s
-            answered, ran_s = len(parts), max(map(thread_ran_s, at_work), default=0.0)
+            answered, ran_s = len(parts), thread_ran_s(at_work[0]) if at_work else 0.0
             # A thread that has not begun yet waits for a core.
             goes_on = not at_work or answered > before or ran_s >= ran_before_s + _RUNS_S
 

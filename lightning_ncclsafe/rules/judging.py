@@ -61,7 +61,7 @@ def judge(job: JobFacts, rules: Sequence[Rule[Any]] = HANG_RULES) -> Diagnosis:
 
 
 def _as_of_moments(rule: Rule[Any], finding: Finding, job: JobFacts) -> Finding:
-    """The same finding; no more than possible if it compares ranks whose facts are of different moments."""
+    """The same finding; no more than possible if it compares ranks whose facts are from different moments."""
     # Machines are judged by what happened over some time.
     if job.moved is None or rule.is_of_machine or _is_final(rule, finding, job):
         return finding

@@ -1,4 +1,4 @@
-"""Facts that are of different moments: what compares ranks is no longer sure."""
+"""Facts from different moments: what compares ranks is no longer sure."""
 
 from collections.abc import Callable
 from dataclasses import replace

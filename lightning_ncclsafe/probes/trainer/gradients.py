@@ -1,4 +1,4 @@
-"""Finds parameters that DDP complains about, and the line of user code that leaves them out, or that makes them."""
+"""Finds parameters that DDP complains about, and the line of user code that skips them or makes them."""
 
 import re
 from collections.abc import Iterator, Sequence
