@@ -95,7 +95,7 @@ def _silence(view: Timeline) -> Iterator[str]:
 def _moved(job: JobFacts) -> Iterator[str]:
     if job.moved is not None:
         yield (
-            f"Rank {job.moved} made progress again before all ranks had answered, so their facts are of different "
+            f"Rank {job.moved} made progress again before all ranks had answered, so their facts are from different "
             "moments: a cause that compares ranks is at most possible."
         )
 
