@@ -103,7 +103,7 @@ def _backends(group: Any) -> dict[str, str]:
         return known
     try:
         config = dist.get_backend_config(group)  # "cpu:gloo,cuda:nccl"
-    except (KeyError, ValueError):  # it has just been destroyed
+    except (KeyError, TypeError, ValueError):  # it is being created, or has just been destroyed
         return {}
     backends: dict[str, str] = {}
     for part in config.split(","):

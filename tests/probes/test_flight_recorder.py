@@ -289,6 +289,18 @@ def configure(monkeypatch: pytest.MonkeyPatch, config: str) -> None:
     monkeypatch.setattr(process_groups.dist, "get_backend_config", lambda group: config)
 
 
+def test_a_group_that_is_just_created_or_destroyed_has_no_back_end_yet(
+    two_back_ends: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Torch has the group in one of its tables, and not in another one.
+    world = process_groups.dist.distributed_c10d._world
+    monkeypatch.undo()
+    monkeypatch.setattr(process_groups, "_backends_of", {})
+    monkeypatch.setattr(type(world), "pg_backend_config", {})
+    assert process_groups.counts() == (None,)
+    assert [group.name for group in process_groups.own_groups()] == [two_back_ends]
+
+
 def dumped(monkeypatch: pytest.MonkeyPatch, *dumps: dict[str, Any]) -> None:
     """What each of torch's recorders dumps."""
     for name, dump in zip(RECORDERS, dumps, strict=True):
