@@ -49,7 +49,9 @@ def test_a_process_waiting_for_our_lock_is_found(tmp_path: Path) -> None:
     assert (found.path, [holder.pid for holder in found.holders]) == (str(path), [os.getpid()])
 
 
-@pytest.mark.parametrize(("holder", "words"), [(100, "rank 0 holds it"), (4711, "process 4711 holds it")])
+@pytest.mark.parametrize(
+    ("holder", "words"), [(100, "rank 0 holds it"), (4711, "process 4711, which is no rank of this job, holds it")]
+)
 def test_a_rank_waiting_for_a_lock_is_not_at_work(tmp_path: Path, holder: int, words: str) -> None:
     source = tmp_path / "train.py"
     source.write_text("if rank == 1:\n    flock(file)\n")
