@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from enum import Enum
 
 from lightning_ncclsafe.facts import Collective, Group, JobFacts, RankFacts
-from lightning_ncclsafe.rules.kit import GroupView, Timeline, numel, other_end
+from lightning_ncclsafe.rules.kit import GroupView, Timeline, has_given_up, numel, other_end
 
 # These end on no rank before all have called them.
 _OF_ALL = ("all_", "_all", "allgather", "allreduce", "reduce_scatter", "_reduce_scatter", "barrier")
@@ -58,6 +58,21 @@ def idle_behind(view: Timeline, group: GroupView) -> tuple[int, ...]:
         rank
         for rank in group.behind
         if has_called_in(view, rank, group.name) and not view.waits(rank) and not open_p2p(view.facts[rank])
+    )
+
+
+def behind_elsewhere(view: Timeline, group: GroupView) -> tuple[int, ...]:
+    """Members that are known not to have called what others wait in, and that lost a connection of another back end.
+
+    They have no call of NCCL's open: what they waited for, they waited for elsewhere.
+    """
+    return tuple(
+        rank
+        for rank in group.behind
+        if has_called_in(view, rank, group.name)
+        and view.waits(rank)
+        and not open_calls(view.facts[rank])
+        and not has_given_up(view.facts[rank])
     )
 
 

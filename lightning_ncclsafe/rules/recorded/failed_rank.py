@@ -121,9 +121,11 @@ def _ended(view: Timeline, rank: int) -> bool:
 def _ended_first(view: Timeline) -> Iterator[Finding]:
     """A launcher reports that a rank was the first to fail, or one of several, by an error that no log shows."""
     codes: dict[int, int] = {}
+    cut_off = stated(view, StatementKind.UNREACHABLE).by
     for rank, facts in sorted(view.facts.items()):
         code = facts.record.exit_code if facts.record is not None and facts.record.ended_first else None
-        if code is not None and is_error(code) and facts.exception is None and not view.waits(rank):
+        is_own = facts.exception is None and not view.waits(rank) and rank not in cut_off
+        if code is not None and is_error(code) and is_own:
             codes[rank] = code
     ranks, words = tuple(codes), " or ".join(map(str, sorted(set(codes.values()))))
     if not ranks:
