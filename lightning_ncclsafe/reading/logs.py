@@ -193,7 +193,7 @@ class Log:
         is_read |= self._of_the_job(text)
         is_read |= self._begins_or_ends_regularly(rank, text)
         is_read |= self._stated(rank, text)
-        is_read |= self._reported(self._last, text)
+        is_read |= self._reported(rank, text)
         if any(word in text for word in _OF_COLLECTIVES):
             is_read |= self._collective(rank, line, text)
         if not is_read and not self._broken:
@@ -356,9 +356,10 @@ class Log:
             return standing.rank if standing.group == DEFAULT_GROUP[0] else None
         return call.rank if call is not None else watchdog.ended_rank(text)
 
-    def _reported(self, speaker: RankLog | None, text: str) -> bool:
+    def _reported(self, rank: int | None, text: str) -> bool:
         """Reads what a desync report says of all ranks; whether the line says that."""
         reported = self._report.read(text)
+        speaker = (self._of(rank) or self._last) if reported is not None else None
         # Its numbers are those within the group: a rank with another one of its own is in a group of some ranks.
         if reported is not None and speaker is not None and reported.by in (None, speaker.rank):
             self._starts.now.add_report(speaker, reported)

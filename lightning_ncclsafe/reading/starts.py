@@ -1,6 +1,7 @@
 """The starts of a run, as a restart continues in the same logs, and how launchers report the ends of ranks."""
 
 import re
+from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 
@@ -104,7 +105,7 @@ class Start:
     @property
     def has_finding(self) -> bool:
         """Whether any rank waits, fails or ends, according to the log."""
-        return bool(self.unnamed or self.statements or self.tasks) or any(
+        return bool(self.unnamed or self.statements or self.tasks or self.reported) or any(
             one.has_finding for one in self.ranks.values()
         )
 
@@ -180,12 +181,19 @@ class Start:
         It gives their last calls: whoever has called that number has called the lower one in which its writer waits.
         """
         own = {rank: self.ranks[rank].numbers for _, _, rank in self.reported.values()}
+        known: dict[int, set[TimedOut]] = defaultdict(set)
+        for rank_log in self.ranks.values():
+            for call in rank_log.timeouts.values():
+                known[call.seq].add(TimedOut(call.seq, call.op, call.takes, call.gives, 0, 0, None))
         for rank, (seq, op, speaker) in self.reported.items():
             rank_log = self.ranks[rank]
             if rank_log.timeouts or rank_log.standings or len(own[speaker]) > 1:
                 continue
             number = min([*own[speaker], seq])
-            rank_log.add_timeout(TimedOut(number, op if number == seq else "", None, None, 0, 0, rank))
+            call = TimedOut(number, op if number == seq else "", None, None, 0, 0, rank)
+            if number < seq and len(known[number]) == 1:
+                call = next(iter(known[number]))._replace(rank=rank)
+            rank_log.add_timeout(call)
             if number in self.ranks[speaker].at:
                 rank_log.at.setdefault(number, self.ranks[speaker].at[number])
 

@@ -248,6 +248,8 @@ class DesyncReport:
 
     def read(self, text: str) -> Reported | None:
         """The ranks that have called a collective which has not ended, according to this line."""
+        if not self._started and "collective" not in text and "ranks:" not in text:
+            return None
         if first := _TIMED_OUT_AT.search(text):
             self._by, self._started = whole(first[1]), 0
         elif section := _SNAPSHOT.search(text):

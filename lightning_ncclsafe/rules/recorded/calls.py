@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from enum import Enum
 
 from lightning_ncclsafe.facts import Collective, Group, JobFacts, RankFacts
-from lightning_ncclsafe.rules.kit import GroupView, Timeline, has_given_up, numel, other_end
+from lightning_ncclsafe.rules.kit import GroupView, Timeline, has_given_up, lost_words, numel, other_end
 
 # These end on no rank before all have called them.
 _OF_ALL = ("all_", "_all", "allgather", "allreduce", "reduce_scatter", "_reduce_scatter", "barrier")
@@ -72,8 +72,13 @@ def behind_elsewhere(view: Timeline, group: GroupView) -> tuple[int, ...]:
         if has_called_in(view, rank, group.name)
         and view.waits(rank)
         and not open_calls(view.facts[rank])
-        and not has_given_up(view.facts[rank])
+        and _lost_another(view.facts[rank])
     )
+
+
+def _lost_another(facts: RankFacts) -> bool:
+    """Whether a connection was lost that is not NCCL's, and not by a timeout."""
+    return "NCCL" not in lost_words(facts) and bool(lost_words(facts)) and not has_given_up(facts)
 
 
 def members_of(view: Timeline, call: Collective) -> tuple[int, ...]:
