@@ -874,7 +874,7 @@ def test_a_traceback_whose_beginning_is_missing_is_of_the_same_failure() -> None
 
 
 def test_an_excerpt_lacks_more_ranks_than_are_late() -> None:
-    text, late = timeout(2) + timeout(6) + timeout(7), (0, 1, 3, 4, 5)
+    text, late = "".join(timeout(rank).splitlines()[0] + "\n" for rank in (2, 6, 7)), (0, 1, 3, 4, 5)
     whole = text + "[rank7]:[E x ProcessGroupNCCL.cpp:537] Some NCCL operations have failed or timed out.\n" * 9
     for given, ranks in ((text, ()), ("world_size=8\n" + text, late), (whole, late)):
         first = judged(given).findings[0]
