@@ -19,7 +19,8 @@ _COLOURS = re.compile(
 _TAG = re.compile(r"\[(?:\d+,)?(?:mpirank:)?(?P<stream>\d{1,6})(?:,algo-\d{1,6})?\]<std(?:err|out)>:")
 # Any sequence of these may precede what a rank prints.
 _PREFIXES = (
-    re.compile(r"\[?rank(?P<rank>\d+)\]?:\s?"),  # torch, since 2.2; "[rank" is sometimes lost in copying
+    # torch, since 2.2; "[rank" is sometimes lost in copying, and a launcher may write it again
+    re.compile(r"\[?rank(?P<rank>\d+)\]?:\s?(?:\[rank(?P=rank)\]:\s?)*"),
     re.compile(r"\[(?P<stream>[a-z_]\w{0,60}?\d+)\]:\s?"),  # torchrun: role and local rank
     # srun --label; not Horovod's lists of what a rank has not reached
     re.compile(r"(?P<stream>\d{1,6}): (?!\[(?!rank\d)[\w./:-]+(?:, |\]\s*$| \.\.\.))"),
@@ -43,6 +44,7 @@ _PREFIXES = (
     re.compile(r"\d\d:\d\d:\d\d(?:[.,]\d+)?\s+"),
     re.compile(r"\[?(?:ERROR|WARNING|INFO) \d\d-\d\d \d\d:\d\d:\d\d \[?[\w.]{1,60}:\d+\] ?"),  # vLLM
     re.compile(r"\[\d+\] (?=\[|\(|Traceback|\s+File|$)"),  # a line's number
+    re.compile(r"\s{0,8}\d{1,6}\s{1,4}(?=\[rank\d)"),  # likewise, of an editor or a website
     re.compile(r"[|>]\s+|\s*\|\s+(?=\d{4}-)|\s+(?=[(\[]|\d{4}-|\| )"),
 )
 _MOST_PREFIXES = 6

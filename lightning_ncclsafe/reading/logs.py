@@ -63,6 +63,7 @@ class Log:
         self._last: RankLog | None = None
         self._summary = Summary()
         self._statements = Statements()
+        self._report = watchdog.DesyncReport()
         self._file = _File(None)
         self._is_cut = False
         self._gave_up_pids: set[str] = set()
@@ -115,7 +116,7 @@ class Log:
         if self._tracebacks.child is not None:
             # The end of its traceback is missing.
             self._starts.now.add_statement(ended_child(self._tracebacks.child))
-        self._is_cut |= self._file.is_cut
+        self._is_cut |= self._file.is_cut or (self._file.spoke_at > 0 and self._tracebacks.ends_within)
         rank_log = self._of(self._file.rank) if self._tracebacks.nameless else None
         for exception in self._tracebacks.nameless:
             if rank_log is not None:
@@ -192,6 +193,7 @@ class Log:
         is_read |= self._of_the_job(text)
         is_read |= self._begins_or_ends_regularly(rank, text)
         is_read |= self._stated(rank, text)
+        is_read |= self._reported(rank, text)
         if any(word in text for word in _OF_COLLECTIVES):
             is_read |= self._collective(rank, line, text)
         if not is_read and not self._broken:
@@ -219,6 +221,8 @@ class Log:
     def _stated(self, rank: int | None, text: str) -> bool:
         statements = list(self._statements.read(text, rank))
         for statement in statements:
+            if self._follows_from_timeout(statement):
+                continue
             self._starts.now.add_statement(statement)
             if statement.kind is StatementKind.ENDED:
                 # This is a launcher's log of all ranks.
@@ -226,6 +230,13 @@ class Log:
         if "Completed store-based barrier" in text:
             self._starts.now.note_all_joined()
         return bool(statements)
+
+    def _follows_from_timeout(self, statement: Statement) -> bool:
+        """Whether a rank compares what a collective has left that its watchdog had given up."""
+        if statement.kind is not StatementKind.OTHER_MODEL:
+            return False
+        by = self._of(statement.by)
+        return by is not None and (by.has_given_up or any(one.seq for one in by.standings.values()))
 
     def _whole_line(self, line: Line) -> str:
         """The text, joined with the lines before it if a terminal has broken the line."""
@@ -330,7 +341,7 @@ class Log:
             rank_log.add_exception(ExceptionFacts(type="CUDA error", message=error))
         if lost:
             rank_log.add_exception(ExceptionFacts(type="NCCL error", message=lost, is_consequence=True))
-        if stuck:
+        if stuck and not rank_log.has_given_up:
             rank_log.stuck_s = max(rank_log.stuck_s, stuck)
         if watchdog.has_timed_out_elsewhere(text):
             rank_log.add_timeout_elsewhere()
@@ -344,6 +355,16 @@ class Log:
         if standing is not None:
             return standing.rank if standing.group == DEFAULT_GROUP[0] else None
         return call.rank if call is not None else watchdog.ended_rank(text)
+
+    def _reported(self, rank: int | None, text: str) -> bool:
+        """Reads what a desync report says of all ranks; whether the line says that."""
+        reported = self._report.read(text)
+        speaker = (self._of(rank) or self._last) if reported is not None else None
+        # Its numbers are those within the group: a rank with another one of its own is in a group of some ranks.
+        if reported is not None and speaker is not None and reported.by in (None, speaker.rank):
+            self._starts.now.add_report(speaker, reported)
+            speaker.quote(text)
+        return reported is not None
 
     def _awaits(self, awaited: watchdog.Awaited, rank_log: RankLog | None, text: str) -> None:
         # A desync report follows some lines after the rank that wrote it; a monitored barrier fails on rank 0.

@@ -106,10 +106,21 @@ class RankLog:
         What a rank raises after it has given up a collective is a consequence: the collective has left it no valid
         data.
         """
-        if any(call.ran_ms for call in self.timeouts.values()) and not exception.type.startswith(_OF_DEVICES):
+        if self.has_given_up and not exception.type.startswith(_OF_DEVICES):
             exception = replace(exception, is_consequence=True)
         if self.exception is None or (self.exception.is_consequence and not exception.is_consequence):
             self.exception = exception
+
+    @property
+    def numbers(self) -> set[int]:
+        """The numbers in which it waits, by lines of its own."""
+        standing = (one.seq for one in self.standings.values() if one.seq)
+        return {*standing, *(seq for seq, _ in self.timeouts if seq)}
+
+    @property
+    def has_given_up(self) -> bool:
+        """Whether its watchdog has given up a collective."""
+        return any(call.ran_ms for call in self.timeouts.values())
 
     @property
     def has_finding(self) -> bool:

@@ -1,6 +1,7 @@
 """The starts of a run, as a restart continues in the same logs, and how launchers report the ends of ranks."""
 
 import re
+from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 
@@ -9,6 +10,7 @@ from lightning_ncclsafe.reading.bars import ProgressBar
 from lightning_ncclsafe.reading.rank_log import Ended, RankLog
 from lightning_ncclsafe.reading.statements import OF_EACH, WAITS
 from lightning_ncclsafe.reading.values import MOST_RANKS, whole
+from lightning_ncclsafe.reading.watchdog import Reported, TimedOut
 
 _MOST_SAID = 100_000
 _MOST_UNNAMED = 16
@@ -85,6 +87,7 @@ class Start:
         bars: Progress bars seen after a rank had given up.
         limits_s: Timeouts of collectives that were given up, seconds.
         lost_store: Ranks that could no longer reach the store.
+        reported: The last call of ranks by desync reports: number, operation, and the rank that reports it.
         finished: Why the last call of ``Trainer.fit`` has stopped on rank 0; empty if it has not.
     """
 
@@ -96,12 +99,13 @@ class Start:
     bars: list[ProgressBar] = field(default_factory=list)
     limits_s: set[float] = field(default_factory=set)
     lost_store: set[int] = field(default_factory=set)
+    reported: dict[int, tuple[int, str, int]] = field(default_factory=dict)
     finished: str = ""
 
     @property
     def has_finding(self) -> bool:
         """Whether any rank waits, fails or ends, according to the log."""
-        return bool(self.unnamed or self.statements or self.tasks) or any(
+        return bool(self.unnamed or self.statements or self.tasks or self.reported) or any(
             one.has_finding for one in self.ranks.values()
         )
 
@@ -125,6 +129,12 @@ class Start:
     def note_all_joined(self) -> None:
         """Notes that all ranks have joined the store: nobody waits there any more."""
         self.statements = [one for one in self.statements if one.detail != WAITS]
+
+    def add_report(self, speaker: RankLog, reported: Reported) -> None:
+        """Keeps what a desync report says about ranks, the operation included where it says that."""
+        for rank in reported.ranks:
+            if self.of(rank) is not None and (reported.op or rank not in self.reported):
+                self.reported[rank] = reported.seq, reported.op, speaker.rank
 
     def add_limit(self, limit_s: float) -> None:
         """Keeps a timeout that has expired."""
@@ -156,6 +166,7 @@ class Start:
                 is_first = statement.detail != OF_EACH or (may_be_first and (statement.exit_code or 0) > 0)
                 rank_log.add_end(Ended(rank_log.rank, statement.exit_code or 0, is_first=is_first))
                 rank_log.quote(statement.line)
+        self._settle_reports()
         self._settle_unexplained()
         self._settle_words_of_srun(has_agents=has_agents)
         if not has_agents:
@@ -163,6 +174,28 @@ class Start:
         self._find_first()
         self._attribute()
         return self.ranks
+
+    def _settle_reports(self) -> None:
+        """Lets ranks that say nothing themselves wait where a desync report has them.
+
+        It gives their last calls: whoever has called that number has called the lower one in which its writer waits.
+        """
+        own = {rank: self.ranks[rank].numbers for _, _, rank in self.reported.values()}
+        known: dict[int, set[TimedOut]] = defaultdict(set)
+        for rank_log in self.ranks.values():
+            for call in rank_log.timeouts.values():
+                known[call.seq].add(TimedOut(call.seq, call.op, call.takes, call.gives, 0, 0, None))
+        for rank, (seq, op, speaker) in self.reported.items():
+            rank_log = self.ranks[rank]
+            if rank_log.timeouts or rank_log.standings or len(own[speaker]) > 1:
+                continue
+            number = min([*own[speaker], seq])
+            call = TimedOut(number, op if number == seq else "", None, None, 0, 0, rank)
+            if number < seq and len(known[number]) == 1:
+                call = next(iter(known[number]))._replace(rank=rank)
+            rank_log.add_timeout(call)
+            if number in self.ranks[speaker].at:
+                rank_log.at.setdefault(number, self.ranks[speaker].at[number])
 
     def _settle_unexplained(self) -> None:
         """Finds ranks of processes whose exit code is unknown."""

@@ -197,6 +197,12 @@ _MESSAGES = (
         r"[Cc]onnect to (?P<where>\S{1,200}) (?:returned|failed : )(?P<why>[^\n]{1,80})",
         "connecting to {where} failed ({why})",
     ),
+    # NCCL retries for a while, and says what failed when it gives up.
+    _unreachable(
+        "exceeded error retry count",
+        r"socketPollConnect: connect (?!to )(?:\S{1,200} )?returned (?P<why>[^,\n]{1,80}), exceeded error retry count",
+        "a connection of NCCL's could not be made ({why})",
+    ),
     # NCCL's trace of a failed call, with the system's words: the warning before it may be missing.
     _unreachable(
         "socket.c",
@@ -225,6 +231,12 @@ _MESSAGES = (
         "preamble.length",
         r"op\.preamble\.length <= op\.nbytes\. (?P<got>\d+) vs (?P<room>\d+)",
         "gloo has received {got} bytes where a collective called for {room}",
+    ),
+    message(
+        StatementKind.OTHER_SIZES,
+        "collective mismatch error",
+        r"collective mismatch error, local size (?P<mine>\d+) remote size (?P<theirs>\d+)",
+        "NCCL reports {mine} bytes at one end of a transfer and {theirs} at the other",
     ),
     message(
         StatementKind.OTHER_OPERATIONS,

@@ -232,12 +232,14 @@ class Tracebacks:
 
     Attributes:
         nameless: Exceptions of unknown ranks in this file.
+        ends_within: Whether a traceback went on in the last line.
         child: Number of the process whose traceback a parent has announced; None if it has announced none.
     """
 
     def __init__(self) -> None:
         self.nameless: list[ExceptionFacts] = []
         self.child: int | None = None
+        self.ends_within = False
         self._open: dict[_Key, Traceback] = {}
         self._chained: set[_Key] = set()
         self._of_workers: dict[_Key, RankException] = {}
@@ -257,6 +259,7 @@ class Tracebacks:
         self._chained.clear()
         self._of_workers.clear()
         self.child, self._worker = None, None
+        self.ends_within = False
 
     def flush(self) -> Iterator[RankException]:
         """The failure of a loader's worker that its process has not reported, or whose own traceback is not there."""
@@ -292,6 +295,7 @@ class Tracebacks:
             self._open[key] = Traceback(rank=before.rank, around=before.exception)
             return [], True
         found, is_read = self._read(key, line, rank, text, has_numbers=has_numbers)
+        self.ends_within = key in self._open
         if found and _OF_WORKER.match(found[-1].exception.message) and found[-1].exception.stack:
             # The next line may begin the traceback of the worker.
             self._of_workers[key] = found.pop()

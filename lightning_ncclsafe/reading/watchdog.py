@@ -45,6 +45,15 @@ class Awaited(NamedTuple):
     where: str
 
 
+class Reported(NamedTuple):
+    """The last call of ranks that has not ended there, by a desync report; all by their number within a group."""
+
+    by: int | None
+    ranks: tuple[int, ...]
+    seq: int
+    op: str
+
+
 WORDS = (
     "ProcessGroup",
     "WorkNCCL",
@@ -53,6 +62,8 @@ WORDS = (
     "onitoredBarrier",
     "ncclUniqueId",
     "join",
+    "Timeout at collective",
+    "] started ",
     "ranks",
     "application crash on rank",
     "CUDA error",
@@ -94,7 +105,9 @@ _COMPLETED = re.compile(r"last\s*completed\s*(?:NCCL\s*)?work:\s*(-?\d+)", re.IG
 
 _ENDED = re.compile(r"^(?!.*\[PG ).*\[Rank (\d{1,7})\] (?:NCCL|Process group) watchdog thread terminated")
 _DEVICE = re.compile(r"watchdog thread terminated with exception: (?:\[Rank \d+\] )?CUDA error: ([^\n]{1,300})")
-_STUCK = re.compile(r"watchdog got stuck for (\d+)\s*seconds|(Heartbeat monitor timed out)")
+_STUCK = re.compile(
+    r"watchdog got stuck for (\d+)\s*seconds|(Heartbeat monitor timed out|due to ProcessGroupNCCL watchdog hang)"
+)
 _ERROR = re.compile(
     r"(?:async exception|thread terminated with exception|encountered error set by ProcessGroupNCCL): "
     r"(NCCL error: [^\n]{1,300}|NCCL communicator [^\n]{1,300})"
@@ -105,9 +118,17 @@ _UNIQUE_ID = re.compile(r"\[(\d+)\] is setting up NCCL communicator and retr\w+ 
 # The end of the same message, below the stack of the store's own error
 _UNIQUE_ID_ENDS = re.compile(r"This may indicate a possible application crash on rank (\d+) or a network set up issue")
 _SET_UP = "the set-up of the NCCL communicator"
+_LOST_AT_SET_UP = f"{_SET_UP}, until the store was lost"
+_LOST = re.compile(
+    r"got error: .{0,200}?(?:Connection (?:reset|closed|refused)|[Bb]roken pipe|failed to recv|was lost)"
+)
 _MONITORED = re.compile(r"Ranks? ([\d, ]+?) failed to pass monitoredBarrier")
 _NOT_JOINED = re.compile(r"\[([\d, ]+)\] finished collective #\d+, but didn't join collective #(\d+)")
 _NEVER_JOINED = re.compile(r"ranks \[([\d, ]+)\] are the lagging ranks that caused this timeout")
+_TIMED_OUT_AT = re.compile(r"\[(\d+)\] Timeout at collective: \w+, #\d+")
+_JOINED = re.compile(r"\[(?P<ranks>[\d, ]+)\] joined but didn't finish collective #(?P<seq>\d+)")
+_SNAPSHOT = re.compile(r"#(?P<seq>\d+) (?P<how>started|finished) ranks:")
+_SNAPSHOT_STARTED = re.compile(r"^\s*\[(?P<ranks>[\d, ]+)\] started (?P<op>\w+)\s*$")
 _SIZES = re.compile(
     r"(?:\b|_)world_?size\"?[=:]\s?(\d+)|\bMEMBER: \d+/(\d+)|\bnranks (\d+)|Starting with (\d+) processes"
     r"|\bNum processes: (\d+)",
@@ -206,7 +227,8 @@ def awaited(text: str) -> Iterator[Awaited]:
     if not _NAMES_RANKS.search(text):
         return
     if unique := _UNIQUE_ID.search(text):
-        yield Awaited(whole(unique[1]), ranks([unique[2]]), _SET_UP)
+        where = _LOST_AT_SET_UP if _LOST.search(text, unique.end()) else _SET_UP
+        yield Awaited(whole(unique[1]), ranks([unique[2]]), where)
     elif ends := _UNIQUE_ID_ENDS.search(text):
         yield Awaited(None, ranks([ends[1]]), _SET_UP)
     if barrier := _MONITORED.search(text):
@@ -215,6 +237,29 @@ def awaited(text: str) -> Iterator[Awaited]:
         yield Awaited(None, ranks(late[1]), f"collective {late[2]}")
     if never := _NEVER_JOINED.search(text):
         yield Awaited(None, ranks(never[1]), "the first collective")
+
+
+class DesyncReport:
+    """PyTorch's desync report: the last call of every rank, which the rank may not have come to wait in."""
+
+    def __init__(self) -> None:
+        self._by: int | None = None
+        self._started = 0
+
+    def read(self, text: str) -> Reported | None:
+        """The ranks that have called a collective which has not ended, according to this line."""
+        if not self._started and "collective" not in text and "ranks:" not in text:
+            return None
+        if first := _TIMED_OUT_AT.search(text):
+            self._by, self._started = whole(first[1]), 0
+        elif section := _SNAPSHOT.search(text):
+            self._started = whole(section["seq"]) if section["how"] == "started" else 0
+        elif joined := _JOINED.search(text):
+            return Reported(self._by, ranks(joined["ranks"]), whole(joined["seq"]), "")
+        elif self._started and (started := _SNAPSHOT_STARTED.match(text)):
+            op = _OPS.get(started["op"], started["op"].lower())
+            return Reported(self._by, ranks(started["ranks"]), self._started, op)
+        return None
 
 
 def ended_rank(text: str) -> int | None:

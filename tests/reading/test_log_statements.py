@@ -34,6 +34,29 @@ STALL = (
     "reduced, gathered or broadcasted by subset of ranks and are waiting for remainder of ranks for 60 seconds."
 )
 
+STUCK = (
+    "[rank{0}]:[E218 ProcessGroupNCCL.cpp:1484] [PG ID 0 PG GUID 0(default_pg) Rank {0}] ProcessGroupNCCL's watchdog "
+    "got stuck for 480 seconds without making progress in monitoring enqueued collectives.\n"
+)
+HANG = (
+    "[rank{0}]:[F218 ProcessGroupNCCL.cpp:1306] [PG ID 0 PG GUID 0(default_pg) Rank {0}] Terminating the process after "
+    "attempting to dump debug info, due to ProcessGroupNCCL watchdog hang.\n"
+)
+UNIQUE_ID = (
+    "torch.distributed.DistBackendError: [{0}] is setting up NCCL communicator and retrieving ncclUniqueId from [0] "
+    "via c10d key-value store by key '0', but store->get('0') got error: {1}\n"
+    "Exception raised from recvBytes at Utils.hpp:678 (most recent call first):\n"
+    ". This may indicate a possible application crash on rank 0 or a network set up issue.\n"
+)
+MISMATCHED = (
+    "a:1:2 [3] init.cu:1197 NCCL WARN Mismatched collective detected, please check your collective calls at and "
+)
+REFUSED = "socketPollConnect: connect returned Connection refused, exceeded error retry count (35)\n"
+REMOTE = (
+    "torch.distributed.DistBackendError: NCCL error in: NCCLUtils.cpp:77, remote process exited or there was a network "
+    "error, NCCL version 2.26.2\n"
+)
+
 # What stands in the log, the first finding's name, its ranks, and how sure it is.
 STATEMENTS = {
     "Ray's memory monitor": (
@@ -41,6 +64,49 @@ STATEMENTS = {
         "dead-rank",
         (),
         LIKELY,
+    ),
+    "NCCL, a mismatch at several ranks": (
+        "".join(f"{MISMATCHED}around rank {rank}. You can use NCCL_DEBUG=INFO\n" for rank in (11, 9)),
+        "diverged-collectives",
+        (9, 11),
+        LIKELY,
+    ),
+    "NCCL, the two ends of a transfer": (
+        "a:1:2 [0] transport/net_ib.cc:1038 NCCL WARN NET/IB : req 0/1 tag 0 peer 10.0.0.1<5> collective mismatch "
+        "error, local size 4096 remote size 512\n",
+        "mismatched-collective",
+        (),
+        LIKELY,
+    ),
+    "NCCL, refused until it gives up": (
+        f"a:1:2 [1] misc/socket.cc:544 NCCL WARN {REFUSED}"
+        + prefixed("[rank1]: [rank1]: ", TRACEBACK.replace("ValueError: bad label 11\n", REMOTE))
+        + ELASTIC.format(1, 1),
+        "network-cut",
+        (),
+        POSSIBLE,
+    ),
+    "NCCL, refused, and no traceback": (f"[rank1]: {REFUSED}{ELASTIC.format(1, 1)}", "network-cut", (), POSSIBLE),
+    "ends because of stuck watchdogs": (STUCK.format(7) + HANG.format(3), "watchdog-stuck", (3, 7), POSSIBLE),
+    "Ray, after a stuck watchdog": (STUCK.format(1) + RAY.format(77), "watchdog-stuck", (1,), POSSIBLE),
+    "a killed process beside a stuck watchdog": (
+        STUCK.format(1) + "[12.5] Out of memory: Killed process 41022 (python3)\n",
+        "dead-rank",
+        (),
+        LIKELY,
+    ),
+    "the id of rank 0, in vain": (UNIQUE_ID.format(3, "Socket Timeout"), "late-at-init", (0,), LIKELY),
+    "the id of rank 0, and the store is lost": (
+        UNIQUE_ID.format(3, "failed to recv, got 0 bytes"),
+        "late-at-init",
+        (0,),
+        POSSIBLE,
+    ),
+    "the id of rank 0, and the store is reset": (
+        UNIQUE_ID.format(3, "Connection reset by peer"),
+        "late-at-init",
+        (0,),
+        POSSIBLE,
     ),
     "Ray Train's snippet": ("[Rank 12 Error Snippet]:\n" + TRACEBACK, "failed-rank", (12,), POSSIBLE),
     "the kernel's out-of-memory killer": (
@@ -726,3 +792,103 @@ def test_a_failed_rank_explains_horovods_warning() -> None:
     warned = f"[1,0]<stderr>:{STALL}\n[1,0]<stderr>:Stalled ops:a [missing ranks: 1]\n"
     for text in (failed + warned, warned + failed):
         assert [one.rule for one in judged(text).findings] == ["failed-rank"]
+
+
+def test_a_stuck_watchdog_has_given_up_nothing() -> None:
+    found = judged("world_size=3\n" + timeout(1) + timeout(2) + HANG.format(1)).findings
+    assert [(finding.rule, finding.ranks) for finding in found] == [("silent-rank", (0,))]
+
+
+REPORT = (
+    "[rank{0}]:[E1115 ProcessGroupNCCL.cpp:1936] Rank {0}\n\t - [{0}] Timeout at collective: ALLREDUCE, #{1}\n"
+    "\t - To our best knowledge, the lagging/dead/mismatched ranks that caused the desync are:\n"
+    "\t   - [{2}] joined but didn't finish collective #{1} (count from 1)\n"
+    "\t - Snapshot of ranks' latest states:\n\t   #{1} started ranks:\n"
+)
+STARTED = "\t     [{}] started {}\n"
+
+
+@pytest.mark.parametrize("order", [1, -1], ids=["before its own line", "after it"])
+def test_a_desync_report_shows_that_all_have_joined(order: int) -> None:
+    place = timeout(2, seq=730).splitlines(keepends=True)[1]
+    report = REPORT.format(2, 730, "0, 1, 2, 3") + STARTED.format("0, 1, 2, 3", "ALLREDUCE")
+    (only,) = judged("".join([report, place][::order])).findings
+    assert (only.rule, only.ranks, only.confidence) == ("all-joined", (0, 1, 2, 3), POSSIBLE)
+
+
+def test_a_desync_report_gives_the_last_calls_not_those_in_which_ranks_wait() -> None:
+    report = REPORT.format(2, 730, "0, 1, 2, 3") + STARTED.format("0, 1, 2, 3", "ALLREDUCE")
+    (only,) = judged(timeout(2, seq=700) + timeout(3, seq=700) + report).findings
+    assert (only.rule, only.ranks) == ("all-joined", (0, 1, 2, 3))
+    assert "sequence number 700" in only.summary
+
+
+def test_a_desync_report_shows_different_operations() -> None:
+    report = REPORT.format(0, 730, "0, 1, 2, 3") + STARTED.format("0, 1, 2", "ALLREDUCE")
+    first = judged(report + STARTED.format("3", "BROADCAST")).findings[0]
+    assert (first.rule, first.ranks) == ("diverged-collectives", (3,))
+
+
+def test_a_desync_report_of_a_group_of_some_ranks_has_other_numbers() -> None:
+    report = REPORT.format(1, 730, "0, 1") + STARTED.format("0, 1", "ALLREDUCE")
+    job = read(timeout(9, seq=730, group="4") + report.replace("[rank1]", "[rank9]"))
+    assert job is not None and [facts.rank for facts in job.ranks] == [9]
+
+
+def test_models_that_are_compared_after_a_timeout_are_not_known_to_differ() -> None:
+    """The gather was given up, so its result is what was there before."""
+    error = "RuntimeError: DDP expects same model across all ranks, but Rank {} has 51 params, while rank {} has "
+    error += "inconsistent 0 params."
+    raised = "".join(
+        prefixed(f"[rank{rank}]: ", TRACEBACK.replace("ValueError: bad label 11", error.format(rank, 1 - rank)))
+        for rank in (0, 1)
+    )
+    gathers = "".join(timeout(rank, 1, "ALLGATHER") for rank in (0, 1))
+    assert [one.rule for one in judged("world_size=2\n" + gathers + raised).findings] == ["all-joined"]
+    assert judged("world_size=2\n" + raised).findings[0].rule == "mismatched-collective"
+
+
+def test_a_rank_in_another_back_ends_call_has_not_called_what_the_others_wait_in() -> None:
+    dump = (
+        "[rank0]:[E810 ProcessGroupNCCL.cpp:1858] [PG ID 0 PG GUID 0(default_pg) Rank 0] Received a dump signal due to "
+        "a collective timeout from  rank 1. Last enqueued NCCL work: 60, last completed NCCL work: 60.\n"
+    )
+    for error, rule in (
+        ("RuntimeError: [gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.1]:57000", "host-stuck"),
+        ("KeyboardInterrupt", "rank-behind"),
+    ):
+        raised = prefixed("[rank0]: ", TRACEBACK.replace("ValueError: bad label 11", error))
+        first = judged(timeout(1) + timeout(2) + timeout(3) + dump + raised).findings[0]
+        assert (first.rule, first.ranks, first.confidence) == (rule, (0,), POSSIBLE)
+
+
+def test_a_traceback_whose_beginning_is_missing_is_of_the_same_failure() -> None:
+    error = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 18.84 GiB."
+    library = '  File "/venv/lib/python3.12/site-packages/torch/nn/functional.py", line {}, in cross_entropy\n    x\n'
+    head = 'Traceback (most recent call last):\n  File "/home/me/train.py", line 9, in <module>\n    main()\n'
+    for line, ranks in ((3504, [(0, 2)]), (77, [(0,), (2,)])):
+        cut = prefixed("[rank2]: ", library.format(line) + error)
+        whole = prefixed("[rank0]: ", head + library.format(3504) + error)
+        found = judged(cut + whole).findings
+        assert [(finding.rule, finding.ranks) for finding in found] == [("gpu-memory-exhausted", who) for who in ranks]
+
+
+def test_an_excerpt_lacks_more_ranks_than_are_late() -> None:
+    text, late = "".join(timeout(rank).splitlines()[0] + "\n" for rank in (2, 6, 7)), (0, 1, 3, 4, 5)
+    whole = text + "[rank7]:[E x ProcessGroupNCCL.cpp:537] Some NCCL operations have failed or timed out.\n" * 9
+    for given, ranks in ((text, ()), ("world_size=8\n" + text, late), (whole, late)):
+        first = judged(given).findings[0]
+        assert (first.rule, first.ranks, first.confidence) == ("silent-rank", ranks, POSSIBLE)
+
+
+def test_a_log_cut_off_in_a_traceback_lowers_the_confidence() -> None:
+    cut = "".join(TRACEBACK.splitlines(keepends=True)[:5])
+    for tail, confidence in ((cut, POSSIBLE), (cut + "KeyboardInterrupt\n", LIKELY)):
+        first = judged(timeout(1) + timeout(2) + timeout(3) + tail).findings[0]
+        assert (first.rule, first.ranks, first.confidence) == ("silent-rank", (0,), confidence)
+
+
+@pytest.mark.parametrize("prefix", ["[rank1]: [rank1]: ", "  117  [rank1]: "], ids=["twice", "numbered"])
+def test_the_prefix_of_a_rank_may_be_doubled_or_numbered(prefix: str) -> None:
+    first = judged(prefixed(prefix, TRACEBACK)).findings[0]
+    assert (first.rule, first.ranks) == ("failed-rank", (1,)) and "bad label" in first.summary

@@ -75,9 +75,13 @@ def gpu_memory_exhausted(view: Timeline) -> Iterator[Finding]:
         that called different collectives of objects, and is not reported as this.
     """
     alike: dict[tuple[str, Confidence], list[int]] = defaultdict(list)
-    for rank, facts in sorted(view.facts.items()):
-        if _is_out_of_memory(facts):
-            alike[location_of(exception_place(facts)), _confidence(facts)].append(rank)
+    out = {rank: facts for rank, facts in sorted(view.facts.items()) if _is_out_of_memory(facts)}
+    whole = {location_of(exception_place(facts)): facts for facts in out.values() if exception_place(facts)}
+    for rank, facts in out.items():
+        place = location_of(exception_place(facts))
+        if not place:
+            place = next((where for where, other in whole.items() if _is_end_of(facts, other)), "")
+        alike[place, _confidence(facts)].append(rank)
     for (_, confidence), ranks in [*alike.items()][:_MOST]:
         yield _raised(view, tuple(ranks), confidence)
     for rank in view.working(view.stragglers):
@@ -92,6 +96,12 @@ def _is_out_of_memory(facts: RankFacts) -> bool:
     return exception.type == "OutOfMemoryError" or bool(_OUT.search(exception.message))
 
 
+def _is_end_of(cut: RankFacts, other: RankFacts) -> bool:
+    """Whether the stack of an exception, whose beginning a log may lack, is the end of another one's."""
+    ours, theirs = (one.exception.stack if one.exception else () for one in (cut, other))
+    return bool(ours) and theirs[-len(ours) :] == ours
+
+
 def _confidence(facts: RankFacts) -> Confidence:
     """How sure it is: allocations of cuBLAS and cuDNN also fail after an error in an earlier kernel."""
     message = facts.exception.message if facts.exception else ""
@@ -101,7 +111,7 @@ def _confidence(facts: RankFacts) -> Confidence:
 
 def _raised(view: Timeline, ranks: tuple[int, ...], confidence: Confidence) -> Finding:
     facts = view.facts[ranks[0]]
-    frame = exception_place(facts)
+    frame = next(filter(None, (exception_place(view.facts[rank]) for rank in ranks)), None)
     at = at_words(frame)
     amounts = _AMOUNTS.search(facts.exception.message if facts.exception else "")
     needs = f" (it needed {amounts['wanted']}, with {amounts['free']} free)" if amounts else ""

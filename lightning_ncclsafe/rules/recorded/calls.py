@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from enum import Enum
 
 from lightning_ncclsafe.facts import Collective, Group, JobFacts, RankFacts
-from lightning_ncclsafe.rules.kit import GroupView, Timeline, numel, other_end
+from lightning_ncclsafe.rules.kit import GroupView, Timeline, has_given_up, lost_words, numel, other_end
 
 # These end on no rank before all have called them.
 _OF_ALL = ("all_", "_all", "allgather", "allreduce", "reduce_scatter", "_reduce_scatter", "barrier")
@@ -59,6 +59,26 @@ def idle_behind(view: Timeline, group: GroupView) -> tuple[int, ...]:
         for rank in group.behind
         if has_called_in(view, rank, group.name) and not view.waits(rank) and not open_p2p(view.facts[rank])
     )
+
+
+def behind_elsewhere(view: Timeline, group: GroupView) -> tuple[int, ...]:
+    """Members that are known not to have called what others wait in, and that lost a connection of another back end.
+
+    They have no call of NCCL's open: what they waited for, they waited for elsewhere.
+    """
+    return tuple(
+        rank
+        for rank in group.behind
+        if has_called_in(view, rank, group.name)
+        and view.waits(rank)
+        and not open_calls(view.facts[rank])
+        and _lost_another(view.facts[rank])
+    )
+
+
+def _lost_another(facts: RankFacts) -> bool:
+    """Whether a connection was lost that is not NCCL's, and not by a timeout."""
+    return "NCCL" not in lost_words(facts) and bool(lost_words(facts)) and not has_given_up(facts)
 
 
 def members_of(view: Timeline, call: Collective) -> tuple[int, ...]:

@@ -26,6 +26,7 @@ from lightning_ncclsafe.rules.recorded.ends import (
     raised,
 )
 from lightning_ncclsafe.rules.recorded.evidence import finished_evidence, waited_words, waiting_in, waiting_words
+from lightning_ncclsafe.rules.recorded.late_at_init import lost_at_init
 from lightning_ncclsafe.rules.recorded.statements import LogStatements, compared, stated
 
 _REMEDY = "Look at the kernel's log (dmesg) of its host and at the end of its own output."
@@ -81,9 +82,15 @@ def dead_rank(view: Timeline) -> Iterator[Finding]:
 
 
 def _killed(view: Timeline) -> LogStatements:
-    """Ends of processes of unknown ranks, except by an exception or an abort."""
+    """Ends of processes of unknown ranks, except by an exception or an abort.
+
+    A process whose watchdog is stuck is ended by PyTorch: that may be the one that has ended in an unknown way.
+    """
     ends = stated(view, StatementKind.ENDED)
-    return LogStatements(one for one in ends if one.exit_code is None or fatal_signal(one.exit_code))
+    is_stuck = any(facts.record is not None and facts.record.stuck_s for facts in view.facts.values())
+    return LogStatements(
+        one for one in ends if fatal_signal(one.exit_code) or (one.exit_code is None and (one.ranks or not is_stuck))
+    )
 
 
 def _nameless(view: Timeline) -> Iterator[Finding]:
@@ -116,6 +123,8 @@ def _are_named(found: LogStatements) -> bool:
 def _lost(view: Timeline) -> Iterator[Finding]:
     """A connection was closed by its other end: by the process there, or by the kernel if that process is dead."""
     found = stated(view, StatementKind.PEER_LOST)
+    if lost_at_init(view):
+        return
     if not found or a_timeout_expired(view) or compared(view) or stated(view, StatementKind.UNREACHABLE):
         return
     if (rank := _unheard(view, found)) is not None:

@@ -138,9 +138,10 @@ def _stated_finding(view: Timeline, kind: StatementKind, why: str) -> Iterator[F
     """
     found = stated(view, kind)
     if found and conflict(view) is None and not failed(view):
+        # The same words about several ranks are one statement.
         yield finding(
             view,
-            LogStatements(found[:1]).ranks,
+            LogStatements(one for one in found if one.detail == found[0].detail).ranks,
             f"{next(iter(found.details), 'a check of collectives has failed')}: {why}.",
             evidence=found.evidence,
         )

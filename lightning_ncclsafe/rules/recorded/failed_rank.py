@@ -118,12 +118,17 @@ def _ended(view: Timeline, rank: int) -> bool:
     return record is not None and is_error(record.exit_code)
 
 
+def _is_in_vain(view: Timeline, rank: int) -> bool:
+    """Whether a rank waited for others, or could not connect to one: its end follows from that."""
+    return view.waits(rank) or rank in stated(view, StatementKind.UNREACHABLE).by
+
+
 def _ended_first(view: Timeline) -> Iterator[Finding]:
     """A launcher reports that a rank was the first to fail, or one of several, by an error that no log shows."""
     codes: dict[int, int] = {}
     for rank, facts in sorted(view.facts.items()):
         code = facts.record.exit_code if facts.record is not None and facts.record.ended_first else None
-        if code is not None and is_error(code) and facts.exception is None and not view.waits(rank):
+        if code is not None and is_error(code) and facts.exception is None and not _is_in_vain(view, rank):
             codes[rank] = code
     ranks, words = tuple(codes), " or ".join(map(str, sorted(set(codes.values()))))
     if not ranks:
@@ -182,7 +187,7 @@ def _ended_nameless(view: Timeline) -> Iterator[Finding]:
     if a_timeout_expired(view) or compared(view) or died(view):
         return
     ends = LogStatements(one for one in stated(view, StatementKind.ENDED) if is_error(one.exit_code))
-    several = tuple(rank for rank in sorted(view.facts) if _ended(view, rank) and not view.waits(rank))
+    several = tuple(rank for rank in sorted(view.facts) if _ended(view, rank) and not _is_in_vain(view, rank))
     if not ends and not several:
         return
     records = [record for rank in several if (record := view.facts[rank].record) is not None]

@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from datetime import datetime, timezone
 
 from lightning_ncclsafe.facts import Collective, RankFacts
@@ -11,15 +12,18 @@ from lightning_ncclsafe.rules.kit import (
     Finding,
     GroupView,
     Timeline,
+    at_words,
     clause,
+    deepest_user_frame,
     duration_words,
     finding,
     group_words,
+    location_of,
     recorded_rule,
     short_location,
     verb,
 )
-from lightning_ncclsafe.rules.recorded.calls import has_dumps, idle_behind
+from lightning_ncclsafe.rules.recorded.calls import behind_elsewhere, has_dumps, idle_behind
 from lightning_ncclsafe.rules.recorded.ends import failed
 from lightning_ncclsafe.rules.recorded.evidence import (
     NO_LONGER_TIMEOUT,
@@ -27,6 +31,7 @@ from lightning_ncclsafe.rules.recorded.evidence import (
     consequence_evidence,
     counters_evidence,
     described,
+    exception_in_log,
     finished_evidence,
     log_evidence,
     one_element_evidence,
@@ -34,7 +39,7 @@ from lightning_ncclsafe.rules.recorded.evidence import (
     waiting_on_peers,
     waiting_words,
 )
-from lightning_ncclsafe.rules.recorded.late_at_init import SET_UP
+from lightning_ncclsafe.rules.recorded.late_at_init import AT_INIT
 from lightning_ncclsafe.rules.recorded.wait_graph import Root, RootCause, roots, roots_of
 
 
@@ -76,6 +81,10 @@ def host_stuck(view: Timeline) -> Iterator[Finding]:
         # Its other groups wait for the same reason.
         group, ranks = max(held, key=lambda one: len(one[0].oldest))
         yield _finding(view, group, ranks)
+        return
+    elif elsewhere := [(group, ranks) for group in view.groups if (ranks := behind_elsewhere(view, group))]:
+        group, ranks = max(elsewhere, key=lambda one: len(one[0].oldest))
+        yield _of_other_back_end(view, group, ranks)
         return
     if not roots(view):
         yield from _named(view)
@@ -196,11 +205,26 @@ def _finding(view: Timeline, group: GroupView, ranks: tuple[int, ...]) -> Findin
     )
 
 
+def _of_other_back_end(view: Timeline, group: GroupView, ranks: tuple[int, ...]) -> Finding:
+    """Ranks that waited in another back end's call, such as gloo's: each side may wait for the other."""
+    found = _finding(view, group, ranks)
+    exceptions = [(rank, one) for rank in ranks if (one := view.facts[rank].exception) is not None]
+    place = next((frame for _, one in exceptions if (frame := deepest_user_frame(one.stack)) is not None), None)
+    text = f"{found.summary.rstrip('.')}; {verb(ranks, 'it', 'they')} lost a connection elsewhere{at_words(place)} then"
+    return replace(
+        found,
+        summary=f"{text}.",
+        confidence=Confidence.POSSIBLE,
+        location=found.location or location_of(place),
+        evidence=(*found.evidence, *(exception_in_log(one, rank) for rank, one in exceptions[:4])),
+    )
+
+
 def _named(view: Timeline) -> Iterator[Finding]:
     """A monitored barrier and a desync report name the ranks that did not arrive."""
     for rank, facts in sorted(view.facts.items()):
         record = facts.record
-        if record is None or not record.awaited or record.awaited_in == SET_UP:
+        if record is None or not record.awaited or record.awaited_in in AT_INIT:
             continue
         ranks = record.awaited
         text = f"{clause(ranks, 'has|have not reached')} {record.awaited_in}, according to PyTorch"

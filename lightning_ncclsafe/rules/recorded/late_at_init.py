@@ -10,10 +10,16 @@ from lightning_ncclsafe.rules.recorded.evidence import NO_LONGER_TIMEOUT, log_ev
 from lightning_ncclsafe.rules.recorded.statements import LogStatements, stated
 
 SET_UP = "the set-up of the NCCL communicator"
+_LOST = f"{SET_UP}, until the store was lost"
+AT_INIT = (SET_UP, _LOST)
 _REMEDY_JOIN = (
     "Look at the output of the missing ranks: a rank that was never started, that failed before, that has a different "
     "world size, address or port (WORLD_SIZE, MASTER_ADDR, MASTER_PORT), or that prepares data first. "
 ) + NO_LONGER_TIMEOUT
+_REMEDY_LOST = (
+    "Look at the output of the process that keeps the store, rank 0 or its launcher: it ends there with its own error. "
+    "If it has not ended, look at the network between the two hosts."
+)
 _REMEDY_STORE = (
     "Give every launch its own port (torchrun --rdzv-endpoint, MASTER_PORT), or a new file with "
     "init_method=file://, and start each rank once: torchrun and a script that starts processes itself make them twice."
@@ -88,19 +94,34 @@ def _awaited(view: Timeline) -> dict[int, int]:
     """How many ranks waited for each."""
     counts: Counter[int] = Counter()
     for facts in view.facts.values():
-        if facts.record is not None and facts.record.awaited_in == SET_UP:
+        if facts.record is not None and facts.record.awaited_in in AT_INIT:
             counts.update(facts.record.awaited)
     return dict(counts)
 
 
+def lost_at_init(view: Timeline) -> bool:
+    """Whether a rank lost the store while it waited for the set-up of a communicator."""
+    return any(facts.record is not None and facts.record.awaited_in == _LOST for facts in view.facts.values())
+
+
 def _finding(view: Timeline, awaited: dict[int, int]) -> Finding:
     ranks = tuple(sorted(awaited))
-    waited = tuple(
-        rank for rank, facts in view.facts.items() if facts.record is not None and facts.record.awaited_in == SET_UP
-    )
+    where = {rank: facts.record.awaited_in for rank, facts in view.facts.items() if facts.record is not None}
+    waited = tuple(rank for rank, place in where.items() if place in AT_INIT)
+    is_lost = all(where[rank] == _LOST for rank in waited)
     text = (
         f"{clause(ranks, 'has|have not reached the first collective, for whose set-up')} {ranks_words(waited)} waited"
     )
+    if is_lost:
+        text = (
+            f"{ranks_words(waited)} waited for {ranks_words(ranks)} to set up the first collective, and lost the store "
+            f"meanwhile: {clause(ranks, 'has|have ended, or')} the network has failed"
+        )
     return finding(
-        view, ranks, f"{text}.", evidence=tuple(line for rank in waited[:3] for line in log_evidence(view.facts[rank]))
+        view,
+        ranks,
+        f"{text}.",
+        confidence=Confidence.POSSIBLE if is_lost else Confidence.LIKELY,
+        evidence=tuple(line for rank in waited[:3] for line in log_evidence(view.facts[rank])),
+        remedy=_REMEDY_LOST if is_lost else "",
     )

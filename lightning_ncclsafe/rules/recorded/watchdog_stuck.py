@@ -46,8 +46,9 @@ def watchdog_stuck(view: Timeline) -> Iterator[Finding]:
 
 def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
     others = tuple(rank for rank in sorted(view.facts) if rank not in ranks)
-    longest = max(record.stuck_s for rank in ranks if (record := view.facts[rank].record) is not None)
-    text = f"NCCL's watchdog made no progress on {ranks_words(ranks)} for {duration_words(longest)}"
+    times = {record.stuck_s for rank in ranks if (record := view.facts[rank].record) is not None}
+    up_to = "up to " if len(times) > 1 else ""
+    text = f"NCCL's watchdog made no progress on {ranks_words(ranks)} for {up_to}{duration_words(max(times))}"
     text += f", while it did on {ranks_words(others)}" if others else ", on every rank that the log names"
     held = f"something holds the GIL {verb(ranks, 'there', 'on them')}, or a call of CUDA does not return"
     return finding(
