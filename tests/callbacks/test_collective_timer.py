@@ -275,8 +275,9 @@ def test_the_heat_map_is_logged_once(fitted: Fitted) -> None:
 def test_the_table_is_printed_once_and_names_the_straggler(fitted: Fitted) -> None:
     _, said, _ = fitted
     assert len([line for line in said if line.startswith("collectives of ")]) == 1
-    (told,) = [line for line in said if re.match(r"rank \d+ (was|is)", line)]
-    assert told.startswith("rank 1 was last in") and "in data loading" in told
+    # On a busy machine the other one may be late as well.
+    (told,) = [line for line in said if line.startswith("rank 1 was last in")]
+    assert "in data loading" in told
     assert any(line.startswith("Rank 1 was last in") for line in said), "in the table"
     assert len([line for line in said if line.startswith("trace: ")]) == 1
 
