@@ -3,6 +3,12 @@
 from dataclasses import dataclass, field
 from enum import Enum
 
+SET_UP = "the set-up of the NCCL communicator"
+"""Where a rank waits for another one's part of a new communicator."""
+
+LOST_AT_SET_UP = f"{SET_UP}, until the store was lost"
+"""The same, if the connection to the store broke meanwhile."""
+
 
 class StatementKind(str, Enum):
     """What a line of a log states explicitly."""
@@ -101,7 +107,7 @@ class RecordFacts:
         group_known: Whether the log has the process group of its collectives, as torch writes it since 2.3.
         waited_ms: How long a collective had run when NCCL's watchdog abandoned it, milliseconds; 0 if none was.
         awaited: Ranks that this one has waited for in vain, according to its log, ascending.
-        awaited_in: Where it waited: ``"monitored_barrier"``, ``"the set-up of the NCCL communicator"``.
+        awaited_in: Where it waited: ``"monitored_barrier"``, `SET_UP`, `LOST_AT_SET_UP`.
         exit_code: Its exit code, according to its launcher; minus the signal's number if a signal ended it.
         ended_first: Whether it failed first, according to its launcher.
         survived: An exception that did not end it, as it called a collective afterwards in which others wait, too:

@@ -167,7 +167,7 @@ class Gathering:
         return self._take_turn(incident, report)
 
     def _note_move(self) -> None:
-        """Publishes that this rank makes progress again, and until when it had not, unless another one has done so."""
+        """Publishes that this rank makes progress again, and when it last did not; the first rank's note counts."""
         now_ns = time.time_ns()
         if self._move_is_noted:
             return

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from lightning_ncclsafe.facts.recorded import LOST_AT_SET_UP, SET_UP
 from lightning_ncclsafe.reading.values import MOST_RANKS, ranks, whole
 
 
@@ -117,8 +118,6 @@ _NAMES_RANKS = re.compile(r"ncclUniqueId|monitoredBarrier|join collective|laggin
 _UNIQUE_ID = re.compile(r"\[(\d+)\] is setting up NCCL communicator and retr\w+ ncclUniqueId from \[(\d+)\]")
 # The end of the same message, below the stack of the store's own error
 _UNIQUE_ID_ENDS = re.compile(r"This may indicate a possible application crash on rank (\d+) or a network set up issue")
-_SET_UP = "the set-up of the NCCL communicator"
-_LOST_AT_SET_UP = f"{_SET_UP}, until the store was lost"
 _LOST = re.compile(
     r"got error: .{0,200}?(?:Connection (?:reset|closed|refused)|[Bb]roken pipe|failed to recv|was lost)"
 )
@@ -227,10 +226,10 @@ def awaited(text: str) -> Iterator[Awaited]:
     if not _NAMES_RANKS.search(text):
         return
     if unique := _UNIQUE_ID.search(text):
-        where = _LOST_AT_SET_UP if _LOST.search(text, unique.end()) else _SET_UP
+        where = LOST_AT_SET_UP if _LOST.search(text, unique.end()) else SET_UP
         yield Awaited(whole(unique[1]), ranks([unique[2]]), where)
     elif ends := _UNIQUE_ID_ENDS.search(text):
-        yield Awaited(None, ranks([ends[1]]), _SET_UP)
+        yield Awaited(None, ranks([ends[1]]), SET_UP)
     if barrier := _MONITORED.search(text):
         yield Awaited(None, ranks(barrier[1]), "monitored_barrier")
     if late := _NOT_JOINED.search(text):

@@ -71,8 +71,8 @@ def _as_of_moments(rule: Rule[Any], finding: Finding, job: JobFacts) -> Finding:
 def _is_final(rule: Rule[Any], finding: Finding, job: JobFacts) -> bool:
     """Whether it is about ranks that have raised or are gone: progress of others undoes neither."""
     view = timeline(job)
-    told = {rank for rank, facts in view.facts.items() if facts.exception is not None and rule.reads_exceptions}
-    return any(rank in told or rank in view.raised or is_gone(view, rank) for rank in finding.ranks)
+    read = {rank for rank, facts in view.facts.items() if facts.exception is not None and rule.reads_exceptions}
+    return any(rank in read or rank in view.raised or is_gone(view, rank) for rank in finding.ranks)
 
 
 def _has_own_remedy(rule: Rule[Any], finding: Finding, job: JobFacts) -> bool:

@@ -108,9 +108,9 @@ def _is_of_one_group(circle: dict[int, tuple[str, int]]) -> bool:
 
 
 def _is_of_new_call(view: Timeline, circle: dict[int, tuple[str, int]]) -> bool:
-    """Whether some wait in a user's call that needs all ranks and that none has made before, and the others as usual.
+    """Whether some wait in a user's call in a group of all ranks, while the others exchange the model as usual.
 
-    The others exchange the model. Then no order is wrong: only some ranks have reached that call.
+    If no rank has made this call before, as far as the recorders show, no order is wrong: only some have reached it.
     """
     calls = {rank: call for rank in circle if (call := view.activities[rank].collective) is not None}
     own = [rank for rank in calls if in_own_call(view, rank) and not _is_of_model(view, rank)]

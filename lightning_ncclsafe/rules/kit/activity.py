@@ -23,7 +23,7 @@ from lightning_ncclsafe.rules.kit.frames import (
     is_in,
     looks_like_device_sync,
 )
-from lightning_ncclsafe.rules.kit.landmarks import Kind, Landmark, condition_around, innermost_landmark
+from lightning_ncclsafe.rules.kit.landmarks import Kind, Landmark, condition_in, innermost_landmark
 
 AGREEMENT = "agreement:"
 """Prefix of the name of an action in which a rank presents its loaders; the hook that returned them follows."""
@@ -92,7 +92,7 @@ def activity(facts: RankFacts) -> Activity:
     collective = outstanding_collective(facts)
     kind, call = _kind_and_call(facts, landmark, collective)
     action = innermost_action(facts.progress)
-    condition, frame = condition_around(facts.stack)
+    condition, frame = condition_in(outer)
     return Activity(
         kind=kind,
         frame=deepest_user_frame(facts.stack),

@@ -125,11 +125,11 @@ def _known_landmark(file: str, function: str, mark: str) -> Landmark | None:
 
 def condition_around(stack: tuple[Frame, ...]) -> tuple[str, Frame | None]:
     """The condition on the rank under which this stack's work is done, and its frame; empty and None if none is."""
-    return _rank_condition(innermost_landmark(inside_trainer(stack))[1])
+    return condition_in(innermost_landmark(inside_trainer(stack))[1])
 
 
-def _rank_condition(outer: tuple[Frame, ...]) -> tuple[str, Frame | None]:
-    """The innermost condition on the rank around some work, and its frame.
+def condition_in(outer: tuple[Frame, ...]) -> tuple[str, Frame | None]:
+    """The innermost condition on the rank in the frames around some work, and its frame; empty and None if none is.
 
     A decorator counts only on the user's code: Lightning's loggers have decorators of their own.
     """

@@ -210,7 +210,8 @@ def _of_other_back_end(view: Timeline, group: GroupView, ranks: tuple[int, ...])
     found = _finding(view, group, ranks)
     exceptions = [(rank, one) for rank in ranks if (one := view.facts[rank].exception) is not None]
     place = next((frame for _, one in exceptions if (frame := deepest_user_frame(one.stack)) is not None), None)
-    text = f"{found.summary.rstrip('.')}; {verb(ranks, 'it', 'they')} lost a connection elsewhere{at_words(place)} then"
+    lost = f"{verb(ranks, 'it', 'they')} lost a connection of another back end{at_words(place)}"
+    text = f"{found.summary.rstrip('.')}; meanwhile {lost}"
     return replace(
         found,
         summary=f"{text}.",

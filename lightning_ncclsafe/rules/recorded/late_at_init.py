@@ -4,14 +4,15 @@ from collections import Counter
 from collections.abc import Iterator
 
 from lightning_ncclsafe.facts import StatementKind
+from lightning_ncclsafe.facts.recorded import LOST_AT_SET_UP, SET_UP
 from lightning_ncclsafe.rules.kit import Confidence, Finding, Timeline, clause, finding, ranks_words, recorded_rule
 from lightning_ncclsafe.rules.recorded.ends import failed
 from lightning_ncclsafe.rules.recorded.evidence import NO_LONGER_TIMEOUT, log_evidence
 from lightning_ncclsafe.rules.recorded.statements import LogStatements, stated
 
-SET_UP = "the set-up of the NCCL communicator"
-_LOST = f"{SET_UP}, until the store was lost"
-AT_INIT = (SET_UP, _LOST)
+AT_INIT = (SET_UP, LOST_AT_SET_UP)
+"""Where a rank waits while the first communicator is set up."""
+
 _REMEDY_JOIN = (
     "Look at the output of the missing ranks: a rank that was never started, that failed before, that has a different "
     "world size, address or port (WORLD_SIZE, MASTER_ADDR, MASTER_PORT), or that prepares data first. "
@@ -101,14 +102,14 @@ def _awaited(view: Timeline) -> dict[int, int]:
 
 def lost_at_init(view: Timeline) -> bool:
     """Whether a rank lost the store while it waited for the set-up of a communicator."""
-    return any(facts.record is not None and facts.record.awaited_in == _LOST for facts in view.facts.values())
+    return any(facts.record is not None and facts.record.awaited_in == LOST_AT_SET_UP for facts in view.facts.values())
 
 
 def _finding(view: Timeline, awaited: dict[int, int]) -> Finding:
     ranks = tuple(sorted(awaited))
     where = {rank: facts.record.awaited_in for rank, facts in view.facts.items() if facts.record is not None}
     waited = tuple(rank for rank, place in where.items() if place in AT_INIT)
-    is_lost = all(where[rank] == _LOST for rank in waited)
+    is_lost = all(where[rank] == LOST_AT_SET_UP for rank in waited)
     text = (
         f"{clause(ranks, 'has|have not reached the first collective, for whose set-up')} {ranks_words(waited)} waited"
     )

@@ -202,7 +202,7 @@ def _finding(view: Timeline, absence: _Absence) -> Finding:
     of_two = any(call.op in OF_TWO for call in waiting.values())
     # Two ranks may be an excerpt if the size of the job is unknown.
     is_known = view.job.is_sized or set(ranks) <= set(view.job.log.spoke) or len(waiting) > 2
-    # More ranks than wait are hardly all late: a log that is cut lacks them.
+    # If more ranks are silent than wait, they are hardly all late: a log that is cut lacks their lines.
     is_excerpt = view.job.log.is_cut and len(ranks) > len(waiting) and not view.job.is_sized
     if (is_excerpt and not set(ranks) <= set(view.job.log.spoke)) or (
         len(waiting) == 1 and len(ranks) > 1 and not is_known
