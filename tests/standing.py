@@ -8,14 +8,10 @@ from functools import cache
 from inspect import unwrap
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
-from lightning_ncclsafe._torch import recorders
-from lightning_ncclsafe.code.side_thread import SideThread
 from lightning_ncclsafe.exchange import ExchangeError, MemoryExchange, wait_for
 from lightning_ncclsafe.exchange.meeting import Agreed, Meeting
 from lightning_ncclsafe.facts import Frame, Phase, PreflightFacts, Progress, RankFacts
-from lightning_ncclsafe.guard.watchdog import Watchdog
 from lightning_ncclsafe.loggers.intake import Intake, LoggedScalars
 from lightning_ncclsafe.loggers.ledger import Ledger
 from lightning_ncclsafe.loggers.offload import Offload
@@ -114,47 +110,3 @@ def in_offload() -> tuple[Frame, ...]:
             Offload.put(offload, point)
 
     return seen(put, Intake.put, intake.close)
-
-
-@cache
-def of_guard(*, in_tick: bool) -> tuple[Frame, ...]:
-    """The guard's thread, at rest or in something of its own."""
-    over, ticks = threading.Event(), threading.Event()
-
-    def tick(idle_s: float) -> None:
-        ticks.set()
-        if in_tick:
-            over.wait(60)
-
-    watchdog = Watchdog(position=lambda: 0, tick=tick, on_failure=lambda error: None, poll_s=0.001 if in_tick else 60)
-
-    def stop() -> None:
-        over.set()
-        watchdog.stop()
-
-    return seen(watchdog._run, tick if in_tick else Watchdog._run, stop)
-
-
-@cache
-def of_guard_that_asks_the_driver() -> tuple[Frame, ...]:
-    """The guard's thread, as it waits for CUDA's driver."""
-    over = threading.Event()
-    watchdog = Watchdog(
-        position=lambda: 0,
-        tick=lambda idle_s: recorders.driver_answers(),
-        on_failure=lambda error: None,
-        poll_s=0.001,
-    )
-
-    def stop() -> None:
-        over.set()
-        watchdog.stop()
-
-    with patch.multiple(
-        recorders,
-        _uses_cuda=lambda: True,
-        _ask_driver=lambda: over.wait(60),
-        _question=SideThread("test-driver"),
-        _DRIVER_ANSWERS_S=60.0,
-    ):
-        return seen(watchdog._run, recorders.driver_answers, stop)

@@ -19,7 +19,6 @@ import torch
 
 from lightning_ncclsafe._torch import process_groups
 from lightning_ncclsafe._torch.build import c10d
-from lightning_ncclsafe.code.marks import Mark, marked
 from lightning_ncclsafe.code.side_thread import SideThread, UnansweredError
 from lightning_ncclsafe.recorder.model import MOST_ENTRIES, backend_of, group_of
 
@@ -103,7 +102,6 @@ def _driver() -> ctypes.CDLL:
 _question = SideThread("ncclsafe-cuda-driver")
 
 
-@marked(Mark.DRIVER)
 def driver_answers() -> bool:
     """Whether CUDA's driver answers within a second, so that entries can be read; true if CUDA is not used.
 

@@ -26,10 +26,8 @@ class Mark(str, Enum):
     """Waits for the other ranks' votes on the next batch, in a collective."""
     LOGGER = "logger"
     """Handles a logger's call, and may wait for room or for storage."""
-    WATCH = "watch"
-    """The loop of the guard's thread, which waits for its next tick."""
-    DRIVER = "driver"
-    """Waits for CUDA's driver, which may not answer."""
+    ANSWER = "answer"
+    """Writes this process's stack for a peer: the frames above are those that it asks for."""
     LISTENER = "listener"
     """Listens to Lightning's actions: deeper frames are the guard's own."""
 

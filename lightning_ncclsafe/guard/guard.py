@@ -7,6 +7,7 @@ every rank then publishes its facts, one of them judges and reports, and all lea
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from lightning_ncclsafe._torch import process_groups
@@ -127,7 +128,8 @@ class Guard:
         # The watchdog may be in the middle of a round about this very delay; that round is dropped.
         self._own.connection.connect(exchange)
         with suppress(ExchangeError):  # only needed by peers if this rank cannot answer
-            exchange.set(info_key(self._own.place.rank), codec.encode(self._own.probe.info))
+            info = replace(self._own.probe.info, guard_thread=self._watchdog.thread_number)
+            exchange.set(info_key(self._own.place.rank), codec.encode(info))
             self._rank_hosts.announce(
                 exchange, own_address_towards(self._own.place.master_address, self._own.place.master_port)
             )

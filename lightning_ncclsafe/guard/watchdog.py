@@ -4,8 +4,6 @@ import threading
 import time
 from collections.abc import Callable, Hashable
 
-from lightning_ncclsafe.code.marks import Mark, marked
-
 # A process whose next tick is this much later than planned, and that computed for this little of that time, was stopped
 # as a whole: by SIGSTOP, a debugger, a frozen control group. If only the GIL or a core was missing, it computes.
 _STOPPED_S = 10.0
@@ -52,6 +50,11 @@ class Watchdog:
         self._last_moved = self._clock()
         self._thread.start()
 
+    @property
+    def thread_number(self) -> int:
+        """The kernel's number of the thread; 0 before it is started."""
+        return self._thread.native_id or 0
+
     def wake(self) -> None:
         """Makes the next tick come at once."""
         self._awake.set()
@@ -78,7 +81,6 @@ class Watchdog:
             self._stopped = True
             self._on_failure(error)
 
-    @marked(Mark.WATCH)
     def pause(self) -> None:
         """Waits for the next tick. The time for which the process was stopped meanwhile does not count as idle.
 
@@ -92,7 +94,6 @@ class Watchdog:
         if self._was_late and not was_late and self._cpu_clock() - cpu_s < _COMPUTES * late_s:
             self._last_moved += late_s
 
-    @marked(Mark.WATCH)
     def _run(self) -> None:
         while not self._stopped:
             self.pause()

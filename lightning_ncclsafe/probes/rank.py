@@ -45,15 +45,12 @@ from lightning_ncclsafe.probes.process.flight_recorder import FlightRecorder
 from lightning_ncclsafe.probes.process.growth import (
     LEAST_S,
     MemoryGrowth,
-    asks_driver,
-    guard_is_idle,
     needs_second_look,
     with_core_shares,
 )
 from lightning_ncclsafe.probes.process.last_seen import LastSeenFile
-from lightning_ncclsafe.probes.process.main_thread import look_at_main_thread, thread_ran_s
+from lightning_ncclsafe.probes.process.main_thread import look_at_main_thread, thread_ran_s, waits_for_gil
 from lightning_ncclsafe.probes.process.stack_samples import StackSamples
-from lightning_ncclsafe.probes.process.traceback_signal import Armed
 from lightning_ncclsafe.probes.trainer import model_units
 from lightning_ncclsafe.probes.trainer.actions import ActionTracker
 from lightning_ncclsafe.probes.trainer.state import TrainerProbe
@@ -74,7 +71,6 @@ _RUNS_S = 0.01
 _MOST_READS = 3
 # The longest look, on a host that is starved: less than the patience of the rank that gathers the facts.
 _LONGEST_LOOK_S = 2.0
-_NOT_ARMED = Armed(signum=0, fd=-1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,8 +82,7 @@ class RankInfo:
         host: Host name.
         pid: Process id.
         started: When the process was started, seconds since the epoch.
-        signum: Signal that makes it write its traceback; 0 where it has none.
-        fd: File descriptor, in that process, that it writes its traceback to.
+        guard_thread: The kernel's number of its guard's thread; 0 if it has none yet.
         has_guard: Whether it has reached its Trainer, so that its guard would answer; if not, peers have found its
             process themselves.
     """
@@ -96,8 +91,7 @@ class RankInfo:
     host: str
     pid: int
     started: float = 0.0
-    signum: int = 0
-    fd: int = -1
+    guard_thread: int = 0
     has_guard: bool = True
 
 
@@ -158,7 +152,7 @@ class RankProbe:
         self._gpu = GpuWatch(lambda: gpu_state(local_rank, own_pids=[peer.pid for peer in self.peers]))
         self._noted_s = -math.inf
         self._signal = traceback_signal.take_early()
-        self._armed = self._signal.arm() or _NOT_ARMED
+        self._armed = self._signal.arm()
         self._slow_look = SideThread("ncclsafe-look")
         self._crash_traces = CrashTraces()
         self._last_seen = LastSeenFile()
@@ -170,8 +164,6 @@ class RankProbe:
             host=socket.gethostname(),
             pid=os.getpid(),
             started=psutil.Process().create_time(),
-            signum=self._armed.signum,
-            fd=self._armed.fd,
         )
 
     @property
@@ -191,7 +183,7 @@ class RankProbe:
     @peers.setter
     def peers(self, peers: tuple[RankInfo, ...]) -> None:
         self._peers = peers
-        self._crash_traces.hold((peer.pid, peer.fd) for peer in peers)
+        self._crash_traces.hold(peer.pid for peer in peers)
 
     def position(self) -> Hashable:
         """A value that changes whenever a hook begins or ends, or a collective makes progress."""
@@ -321,7 +313,7 @@ class RankProbe:
 
         If its process has ended: what it wrote last.
         """
-        self._crash_traces.hold([(peer.pid, peer.fd)])
+        self._crash_traces.hold([peer.pid])
         seen = look_at(peer.pid, rank=peer.rank, started=peer.started or None)
         if (raised := self._crash_traces.raised(peer.pid)) is not None:
             seen = replace(seen, raised=replace(raised, stack=stacks.with_source(raised.stack)))
@@ -349,7 +341,7 @@ class RankProbe:
     def witness(self, silent: Iterable[RankInfo]) -> list[ProcessFacts]:
         """Ranks of this host that do not answer, as seen from outside, with their stacks if they run.
 
-        Takes 0.5 s if their growth is not known yet, or they run, and 0.15 s for each one whose stack cannot be read.
+        Takes 0.5 s if their growth is not known yet, or they run, and up to 0.35 s for each one to answer a signal.
         """
         peers, began_s = list(silent), time.monotonic()
         turns = [look_at_main_thread(peer.pid) for peer in peers]
@@ -373,21 +365,20 @@ class RankProbe:
 
     def _witness(self, peer: RankInfo) -> ProcessFacts:
         seen = self.look_at_peer(peer)
-        armed = Armed(signum=peer.signum, fd=peer.fd)
-        if not peer.has_guard:
-            armed = traceback_signal.armed_in(peer.pid) or _NOT_ARMED
-        if seen.state not in ANSWERING or armed.signum == 0:
+        armed = traceback_signal.armed_in(peer.pid) if seen.state in ANSWERING else None
+        if armed is None:
             return seen
-        threads = traceback_signal.ask_threads(peer.pid, armed)
-        # Its C signal handler answered, and its guard did not. If it is busy, then what it does holds the GIL, unless
-        # the guard waits for the driver. If it sleeps, it holds the GIL unless the guard's thread is in a call of its
-        # own.
-        again = self.look_at_peer(peer)
-        is_busy = again.state == "running" or (again.cpu_s or 0) > (seen.cpu_s or 0)
-        stack = stacks.with_backward(threads[0], threads[1:]) if threads else ()
-        is_held = (is_busy and not asks_driver(threads)) or guard_is_idle(threads)
-        gil_held = bool(stack) and is_held and peer.has_guard
-        return replace(again, stack=stacks.with_source_in_time(stack), gil_held=gil_held)
+        before = look_at_main_thread(peer.pid)
+        waits = peer.has_guard and waits_for_gil(peer.pid, peer.guard_thread)
+        now = look_at_main_thread(peer.pid)
+        answer = traceback_signal.ask(peer.pid, armed)
+        # The signal ends a sleep in native code, and then Python answers. If it answers otherwise, threads take turns,
+        # and the guard has waited for its own, or for a core.
+        slept = now.is_asleep and now.ran_s == before.ran_s
+        is_held = slept or (answer.is_in_c and waits and waits_for_gil(peer.pid, peer.guard_thread))
+        seen = self.look_at_peer(peer)
+        stack = stacks.with_source_in_time(answer.stack)
+        return replace(seen, stack=stack, gil_held=bool(stack) and waits and is_held)
 
     def _host_facts(self) -> HostFacts:
         found = self._host.read()
@@ -396,9 +387,10 @@ class RankProbe:
 
     def _workers(self) -> tuple[ProcessFacts, ...]:
         workers = [look_at(pid) for pid in child_processes(besides=[peer.pid for peer in self.peers])]
-        for index, seen in enumerate(workers[:_WORKERS_ASKED] if self._armed.signum else ()):
-            stack = traceback_signal.ask(seen.pid, self._armed, owner=self.info.pid)
-            workers[index] = replace(seen, stack=stacks.with_source(stack))
+        for index, seen in enumerate(workers[:_WORKERS_ASKED]):
+            if self._armed is not None:
+                answer = traceback_signal.ask(seen.pid, self._armed, owner=self.info.pid)
+                workers[index] = replace(seen, stack=stacks.with_source(answer.stack))
         return tuple(workers)
 
     def _run(

@@ -13,11 +13,9 @@ from typing import Any
 
 import pytest
 from own_threads import join_own_threads
-from standing import of_guard_that_asks_the_driver
 
 from lightning_ncclsafe._torch import build, process_groups, recorders
 from lightning_ncclsafe.code import side_thread
-from lightning_ncclsafe.code.marks import Mark
 from lightning_ncclsafe.code.side_thread import UnansweredError
 from lightning_ncclsafe.facts import (
     Collective,
@@ -545,10 +543,6 @@ def test_threads_that_ask_the_driver_at_the_same_moment_are_both_answered(
         both_wait.wait()
         Driver.free.set()
         assert [one.result(30) for one in asked] == [True, True]
-
-
-def test_the_wait_for_the_driver_is_marked() -> None:
-    assert Mark.DRIVER in {frame.mark for frame in of_guard_that_asks_the_driver()}
 
 
 def test_only_the_newest_entries_of_a_large_recorder_are_read(monkeypatch: pytest.MonkeyPatch) -> None:

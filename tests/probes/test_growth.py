@@ -1,8 +1,12 @@
-"""How fast a process grows: which of the looks at it are compared."""
+"""How fast a process grows, and what share of the cores it gets: which of the looks at it are compared."""
+
+import os
 
 import pytest
 
-from lightning_ncclsafe.probes.process.growth import MemoryGrowth
+from lightning_ncclsafe.facts import ProcessFacts
+from lightning_ncclsafe.probes.process.growth import LEAST_S, MemoryGrowth, with_core_shares
+from lightning_ncclsafe.probes.process.main_thread import ThreadLook, look_at_main_thread
 
 MB = 1_000_000
 
@@ -75,3 +79,19 @@ def test_processes_are_separate_and_eventually_forgotten(looks: Looks) -> None:
         looks.at(2, 1, pid=pid)
     assert looks.at(3, 500, pid=1) == (None, None)
     assert looks.at(3, 2, pid=1255) == (1 * MB, 0)
+
+
+def test_core_shares_are_the_difference_of_two_samples() -> None:
+    now = look_at_main_thread()
+    assert now.ran_s is not None and now.queued_s is not None
+    before = ThreadLook(ran_s=now.ran_s - 1.0, queued_s=now.queued_s - 3.0)
+    facts = with_core_shares(ProcessFacts(pid=os.getpid()), before, now, 10.0)
+    assert facts.ran_share == pytest.approx(0.1, abs=0.05)
+    assert facts.queued_share == pytest.approx(0.3, abs=0.05)
+
+
+def test_short_or_unknown_intervals_have_no_share() -> None:
+    facts = ProcessFacts(pid=os.getpid())
+    now = look_at_main_thread()
+    assert with_core_shares(facts, now, now, LEAST_S / 2) == facts
+    assert with_core_shares(facts, ThreadLook(), now, 10.0) == facts

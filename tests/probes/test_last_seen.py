@@ -69,10 +69,10 @@ def test_a_place_of_an_earlier_call_gives_way_to_that_of_the_next(place: LastSee
     traces._places[os.getpid()] = os.dup(earlier._fd)
     earlier.close()
     place.note(AT_BATCH_3)
-    traces.hold([(os.getpid(), -1)])
+    traces.hold([os.getpid()])
     assert traces.last_seen(os.getpid()) is not None
     traces.close()
-    traces.hold([(os.getpid(), -1)])
+    traces.hold([os.getpid()])
     assert traces.last_seen(os.getpid()) is None, "it is closed"
 
 
@@ -120,7 +120,7 @@ def test_a_place_outlives_a_process_that_is_killed() -> None:
     with subprocess.Popen([sys.executable, "-c", script], stdin=pipe, stdout=pipe) as process:
         assert process.stdout is not None and process.stdout.readline() == b"\n"
         traces = CrashTraces()
-        traces.hold([(process.pid, -1)])
+        traces.hold([process.pid])
         process.kill()
         assert process.wait(10) == -signal.SIGKILL
     found = traces.last_seen(process.pid)

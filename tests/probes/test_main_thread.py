@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from polling import until
 
-from lightning_ncclsafe.probes.process.main_thread import look_at_main_thread, slept_s, thread_ran_s
+from lightning_ncclsafe.probes.process.main_thread import look_at_main_thread, slept_s, thread_ran_s, waits_for_gil
 
 ONE = "train (1, #threads: 4)\n---\nse.exec_start                                :  {:.6f}\nse.vruntime   :  7.0\n"
 
@@ -62,3 +62,44 @@ def test_how_long_a_thread_has_run_is_known_of_one_that_computes() -> None:
     until(lambda: thread_ran_s(own) > before_s)
     assert thread_ran_s(own) < time.process_time() + 1.0
     assert thread_ran_s(2**22 + 1) == 0.0
+
+
+WITH_A_THREAD = """
+import sys, threading
+def tick():
+    print(threading.get_native_id(), flush=True)
+    while True:
+        threading.Event().wait(0.25)
+threading.Thread(target=tick, daemon=True).start()
+sys.stdin.readline()
+print(flush=True)
+{body}
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "waits"),
+    [
+        pytest.param("sum(iter(int, 1))", True, id="a-loop-in-C-that-keeps-it"),
+        pytest.param("import ctypes; ctypes.PyDLL(None).sleep(60)", True, id="a-sleep-in-C-that-keeps-it"),
+        pytest.param("sys.stdin.readline()", False, id="nobody-has-it"),
+    ],
+)
+def test_a_thread_that_waits_for_the_gil_is_recognised(body: str, waits: bool) -> None:
+    pipe = subprocess.PIPE
+    command = [sys.executable, "-S", "-c", WITH_A_THREAD.format(body=body)]
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:
+        try:
+            assert process.stdin is not None and process.stdout is not None
+            thread = int(process.stdout.readline())
+            print(file=process.stdin, flush=True)
+            assert process.stdout.readline() == "\n"
+            # It waits for its next tick at first.
+            assert until(lambda: waits_for_gil(process.pid, thread) is waits)
+        finally:
+            process.kill()
+
+
+def test_of_a_thread_that_is_not_there_nothing_is_known(tmp_path: Path) -> None:
+    assert not waits_for_gil(os.getpid(), 0)
+    assert not waits_for_gil(1, 1, tmp_path)

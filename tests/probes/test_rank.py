@@ -1,6 +1,7 @@
 """The probe of a rank: whatever hangs or fails in it, the rest is told, in time, and what is missing is said."""
 
 import fcntl
+import itertools
 import os
 import signal
 import socket
@@ -18,7 +19,6 @@ from typing import IO
 import pytest
 from own_threads import own_threads
 from polling import until
-from standing import of_guard, of_guard_that_asks_the_driver
 
 from lightning_ncclsafe.code.side_thread import SideThread, UnansweredError
 from lightning_ncclsafe.facts import Frame, Group, HostFacts, Phase, ProcessFacts, RankFacts
@@ -28,6 +28,7 @@ from lightning_ncclsafe.probes.process import flight_recorder, stacks, traceback
 from lightning_ncclsafe.probes.process.crash_traces import CrashTrace, CrashTraces
 from lightning_ncclsafe.probes.process.growth import LEAST_S, MemoryGrowth
 from lightning_ncclsafe.probes.process.main_thread import ThreadLook
+from lightning_ncclsafe.probes.process.traceback_signal import Answer, Armed
 from lightning_ncclsafe.probes.rank import RankInfo, RankProbe
 from lightning_ncclsafe.probes.trainer.actions import ActionTracker
 from lightning_ncclsafe.probes.trainer.state import TrainerProbe
@@ -222,54 +223,72 @@ def test_only_four_workers_are_asked_for_their_stacks(probe: RankProbe, monkeypa
     asked: list[int] = []
     monkeypatch.setattr(rank, "child_processes", lambda besides: [101, 102, 103, 104, 105, 106])
     monkeypatch.setattr(rank, "look_at", lambda pid: ProcessFacts(pid=pid, state="sleeping"))
-    monkeypatch.setattr(traceback_signal, "ask", lambda pid, armed, owner: asked.append(pid) or ())
+    monkeypatch.setattr(traceback_signal, "ask", lambda pid, armed, owner: asked.append(pid) or Answer())
     facts = probe.look(0.0, deadline_s=AMPLE_S)
     assert [worker.pid for worker in facts.workers] == [101, 102, 103, 104, 105, 106]
     assert asked == [101, 102, 103, 104]
 
 
+ARMED = Armed(python_signum=61, c_signum=60, fd=9)
+
+
 @pytest.mark.parametrize(
-    ("state", "is_asked", "gil_held"),
-    # One that sleeps may merely have no guard that answers; one that is busy has its GIL taken.
-    [("sleeping", True, False), ("running", True, True), ("stopped", False, False), ("gone", False, False)],
+    ("state", "is_asked"), [("sleeping", True), ("running", True), ("stopped", False), ("gone", False)]
 )
 def test_only_a_running_silent_peer_is_asked_for_its_stack(
-    probe: RankProbe, monkeypatch: pytest.MonkeyPatch, state: str, is_asked: bool, gil_held: bool
+    probe: RankProbe, monkeypatch: pytest.MonkeyPatch, state: str, is_asked: bool
 ) -> None:
     frame = stacks.main_thread_stack()[-1]
     monkeypatch.setattr(rank, "look_at", lambda pid, rank, started: ProcessFacts(pid=pid, rank=rank, state=state))
-    monkeypatch.setattr(traceback_signal, "ask_threads", lambda pid, armed: [(frame,)])
-    (seen,) = probe.witness([RankInfo(rank=1, host="h", pid=77, signum=62, fd=5)])
+    monkeypatch.setattr(traceback_signal, "armed_in", lambda pid: ARMED)
+    monkeypatch.setattr(traceback_signal, "ask", lambda pid, armed: Answer((frame,)))
+    (seen,) = probe.witness([RankInfo(rank=1, host="h", pid=77)])
     assert (seen.rank, seen.pid, seen.state) == (1, 77, state)
-    assert (bool(seen.stack), seen.gil_held) == (is_asked, gil_held)
+    assert bool(seen.stack) == is_asked
 
 
 @pytest.mark.parametrize(
-    ("guard", "state", "cpu_s", "gil_held"),
+    ("guard_waits", "state", "runs_s", "is_in_c", "gil_held"),
     [
-        pytest.param(of_guard_that_asks_the_driver(), "running", [1.0, 1.0], False, id="waits-for-the-driver"),
-        pytest.param(of_guard_that_asks_the_driver(), "sleeping", [1.0, 2.0], False, id="waits-as-cpu-time-grows"),
-        pytest.param(of_guard_that_asks_the_driver(), "sleeping", [1.0, 1.0], False, id="both-wait"),
-        pytest.param(of_guard(in_tick=True), "running", [1.0, 1.0], True, id="does-something-else"),
-        pytest.param(of_guard(in_tick=True), "sleeping", [1.0, 2.0], True, id="something-else-as-cpu-time-grows"),
-        pytest.param(of_guard(in_tick=False), "sleeping", [1.0, 1.0], True, id="rests"),
+        pytest.param([True, True], "running", 0.05, True, True, id="computes-in-C"),
+        # The signal has ended a sleep in native code, and Python has answered.
+        pytest.param([True], "sleeping", 0.0, False, True, id="slept-in-C"),
+        pytest.param([True], "running", 0.01, False, False, id="executes-bytecode-on-a-busy-host"),
+        # Each of several threads that execute bytecode waits for the GIL most of the time.
+        pytest.param([True], "sleeping", 0.01, False, False, id="takes-turns"),
+        pytest.param([True, False], "sleeping", 0.01, True, False, id="takes-turns-and-has-not-had-its-own"),
+        # For storage, for a driver that does not answer, or for its next tick.
+        pytest.param([False], "running", 0.05, True, False, id="guard-waits-for-something-else"),
+        pytest.param([False], "sleeping", 0.0, False, False, id="both-wait-for-something-else"),
     ],
 )
-def test_a_busy_peer_whose_guard_asks_the_driver_does_not_hold_the_gil(
+@pytest.mark.parametrize("has_guard", [True, False])
+def test_the_gil_is_held_if_the_guard_waits_for_it_in_vain(
     probe: RankProbe,
     monkeypatch: pytest.MonkeyPatch,
-    guard: tuple[Frame, ...],
+    guard_waits: list[bool],
     state: str,
-    cpu_s: list[float],
+    runs_s: float,
+    is_in_c: bool,
     gil_held: bool,
+    has_guard: bool,
 ) -> None:
-    """CUDA waits by asking over and over: a main thread that waits for its device is busy, without the GIL."""
     monkeypatch.setattr(rank, "LEAST_S", 0.0)
     line = Frame(file="/home/me/train.py", line=9, function="training_step", user=True)
-    grown(monkeypatch, *(ProcessFacts(pid=77, rank=1, state=state, cpu_s=used) for used in cpu_s))
-    monkeypatch.setattr(traceback_signal, "ask_threads", lambda pid, armed: [(line,), guard])
-    (seen,) = probe.witness([RankInfo(rank=1, host="h", pid=77, signum=62, fd=5)])
-    assert (seen.stack, seen.gil_held) == ((line,), gil_held)
+    waits = iter(guard_waits)
+    monkeypatch.setattr(rank, "look_at", lambda pid, rank, started: ProcessFacts(pid=pid, rank=rank, state=state))
+    looks = (ThreadLook(state=state, ran_s=ran_s) for ran_s in itertools.accumulate(itertools.repeat(runs_s)))
+    monkeypatch.setattr(rank, "look_at_main_thread", lambda pid: next(looks))
+    monkeypatch.setattr(rank, "waits_for_gil", lambda pid, thread: next(waits) and (pid, thread) == (77, 79))
+    monkeypatch.setattr(traceback_signal, "armed_in", lambda pid: ARMED)
+    monkeypatch.setattr(traceback_signal, "ask", lambda pid, armed: Answer((line,), is_in_c=is_in_c))
+    peer = RankInfo(rank=1, host="h", pid=77, guard_thread=79, has_guard=has_guard)
+    (seen,) = probe.witness([peer])
+    assert (seen.stack, seen.gil_held) == ((line,), gil_held and has_guard)
+    monkeypatch.setattr(traceback_signal, "ask", lambda pid, armed: Answer())
+    waits = itertools.repeat(True)
+    (seen,) = probe.witness([peer])
+    assert not seen.gil_held, "the line is not known"
 
 
 @pytest.mark.parametrize(
@@ -337,24 +356,6 @@ def test_a_peer_sampled_before_needs_no_wait(probe: RankProbe, monkeypatch: pyte
     assert (facts.memory_growth_bytes_per_s, gone.state) == (50_000_000, "gone")
 
 
-def test_a_peer_without_a_guard_is_busy_and_does_not_hold_the_gil(
-    probe: RankProbe, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It has published nothing, so its open files show how to ask it."""
-    asked: list[traceback_signal.Armed] = []
-    frame = stacks.main_thread_stack()[-1]
-    armed = traceback_signal.Armed(signum=61, fd=9)
-    monkeypatch.setattr(
-        rank, "look_at", lambda pid, rank, started: ProcessFacts(pid=pid, rank=rank, state="running", cpu_s=1.0)
-    )
-    monkeypatch.setattr(traceback_signal, "armed_in", lambda pid: armed if pid == 77 else None)
-    monkeypatch.setattr(traceback_signal, "ask_threads", lambda pid, armed: asked.append(armed) or [(frame,)])
-    peers = [RankInfo(rank=1, host="h", pid=77, has_guard=False), RankInfo(rank=2, host="h", pid=78, has_guard=False)]
-    first, second = probe.witness(peers)
-    assert asked == [armed]
-    assert (bool(first.stack), first.gil_held, bool(second.stack)) == (True, False, False)
-
-
 def test_own_growth_is_known_after_noting_memory(probe: RankProbe, monkeypatch: pytest.MonkeyPatch) -> None:
     now_s, noted = 100.0, []
     monkeypatch.setattr(rank.time, "monotonic", lambda: now_s)
@@ -374,7 +375,10 @@ def test_own_growth_is_known_after_noting_memory(probe: RankProbe, monkeypatch: 
 
 def test_a_peer_without_a_signal_is_not_asked(probe: RankProbe, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank, "LEAST_S", 0.0)
-    monkeypatch.setattr(traceback_signal, "ask_threads", lambda *_: pytest.fail("it would die of signal 0 or worse"))
+    monkeypatch.setattr(traceback_signal, "armed_in", lambda _: None)
+    monkeypatch.setattr(
+        traceback_signal, "ask", lambda *_: pytest.fail("it would die of a signal that it does not handle")
+    )
     (seen,) = probe.witness([RankInfo(rank=1, host="h", pid=os.getpid())])
     assert (seen.state, seen.gil_held) == ("running", False)
 
@@ -386,14 +390,16 @@ def test_the_position_changes_with_the_hooks(probe: RankProbe) -> None:
         assert probe.position() != before
 
 
-def test_the_rank_info_allows_peers_to_ask_until_close(probe: RankProbe) -> None:
-    peer = probe.info
-    assert (peer.rank, peer.host, peer.pid) == (3, socket.gethostname(), os.getpid())
-    assert traceback_signal._handles(os.getpid(), peer.signum)
-    assert os.fstat(peer.fd).st_nlink == 0
+def test_peers_can_ask_until_close(probe: RankProbe) -> None:
+    assert (probe.info.rank, probe.info.host, probe.info.pid) == (3, socket.gethostname(), os.getpid())
+    armed = traceback_signal.armed_in(os.getpid())
+    assert armed is not None and os.fstat(armed.fd).st_nlink == 0
+    signums = armed.python_signum, armed.c_signum
+    assert all(traceback_signal._handles(os.getpid(), signum) for signum in signums)
     probe.close()
-    assert not traceback_signal._handles(os.getpid(), peer.signum)
-    assert signal.getsignal(peer.signum) is signal.SIG_DFL
+    assert traceback_signal.armed_in(os.getpid()) is None
+    assert not any(traceback_signal._handles(os.getpid(), signum) for signum in signums)
+    assert {signal.getsignal(signum) for signum in signums} == {signal.SIG_DFL}
 
 
 def test_a_guard_reuses_and_releases_the_signal_of_the_import() -> None:
@@ -401,10 +407,10 @@ def test_a_guard_reuses_and_releases_the_signal_of_the_import() -> None:
     early = traceback_signal.armed_in(os.getpid())
     assert early is not None
     probe = RankProbe(rank=0, local_rank=0, tracker=ActionTracker(), trainer=TrainerProbe(SimpleNamespace()))
-    assert (probe.info.signum, probe.info.fd) == (early.signum, early.fd)
+    assert traceback_signal.armed_in(os.getpid()) == early
     probe.close()
     assert traceback_signal.armed_in(os.getpid()) is None
-    assert not traceback_signal._handles(os.getpid(), early.signum)
+    assert not traceback_signal._handles(os.getpid(), early.c_signum)
 
 
 @pytest.mark.parametrize(("moves", "reads"), [(0, 1), (1, 2), (99, 3)])

@@ -7,6 +7,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
@@ -15,9 +17,12 @@ from pathlib import Path
 import pytest
 from polling import until
 
+from lightning_ncclsafe.code.marks import Mark
 from lightning_ncclsafe.facts import COLLECTOR, Frame
 from lightning_ncclsafe.probes.process import traceback_signal
+from lightning_ncclsafe.probes.process.main_thread import ThreadLook
 from lightning_ncclsafe.probes.process.traceback_signal import (
+    Answer,
     Armed,
     TracebackSignal,
     arm_early,
@@ -69,7 +74,7 @@ def deepest_user_line(pid: int, armed: Armed, line: str) -> str:
     source = Path(__file__).read_text().splitlines()
 
     def found() -> str:
-        user = [frame for frame in ask(pid, armed, owner=os.getpid()) if frame.file == __file__]
+        user = [frame for frame in ask(pid, armed, owner=os.getpid()).stack if frame.file == __file__]
         deepest = source[user[-1].line - 1] if user else ""
         return deepest if line in deepest else ""
 
@@ -82,7 +87,7 @@ def test_closing_restores_the_signal_and_leaves_no_file() -> None:
     traceback = TracebackSignal()
     armed = traceback.arm()
     assert armed is not None
-    assert caught_signals() == caught | {armed.signum}
+    assert caught_signals() == caught | {armed.python_signum, armed.c_signum}
     assert len(open_files()) == len(files) + 1
     traceback.close()
     assert {number: signal.getsignal(number) for number in REAL_TIME} == signals
@@ -113,20 +118,20 @@ def open_files() -> list[str]:
 
 def test_signals_used_by_others_are_left_alone(armed: Armed) -> None:
     """One signal is used from C, like that of another guard of this process, one from Python, and one is ignored."""
-    taken = signal.signal(armed.signum - 1, print)
-    ignored = signal.signal(armed.signum - 2, signal.SIG_IGN)
+    taken = signal.signal(armed.c_signum - 1, print)
+    ignored = signal.signal(armed.c_signum - 2, signal.SIG_IGN)
     other = TracebackSignal()
     try:
         second = other.arm()
         assert second is not None
-        assert armed.signum - second.signum not in (0, 1, 2)
+        assert max(second.python_signum, second.c_signum) < armed.c_signum - 2
         other.close()
-        assert signal.getsignal(armed.signum - 1) is print
-        assert armed.signum in caught_signals()
+        assert signal.getsignal(armed.c_signum - 1) is print
+        assert {armed.python_signum, armed.c_signum} <= caught_signals()
     finally:
         other.close()
-        signal.signal(armed.signum - 1, taken)
-        signal.signal(armed.signum - 2, ignored)
+        signal.signal(armed.c_signum - 1, taken)
+        signal.signal(armed.c_signum - 2, ignored)
 
 
 def test_the_signal_of_a_rank_stays_for_the_next_guard(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,14 +141,14 @@ def test_the_signal_of_a_rank_stays_for_the_next_guard(monkeypatch: pytest.Monke
     traceback = TracebackSignal()
     armed = traceback.arm()
     try:
-        assert armed is not None and armed.signum in caught_signals()
+        assert armed is not None and signums(armed) <= caught_signals()
         monkeypatch.delenv("WORLD_SIZE")
-        signal.signal(armed.signum, signal.SIG_DFL)
+        reset_all(armed)
         leave(traceback)
-        assert armed.signum in caught_signals()
-        signal.signal(armed.signum, signal.SIG_DFL)
+        assert signums(armed) <= caught_signals()
+        reset_all(armed)
         assert take_early() is traceback and traceback.arm() == armed
-        assert armed.signum in caught_signals()
+        assert signums(armed) <= caught_signals()
     finally:
         traceback.close()
 
@@ -155,7 +160,7 @@ def test_the_signal_of_a_program_without_ranks_is_released(monkeypatch: pytest.M
     armed = traceback.arm()
     assert armed is not None and sys.excepthook != hook
     leave(traceback)
-    assert armed.signum not in caught_signals() and sys.excepthook == hook
+    assert not signums(armed) & caught_signals() and sys.excepthook == hook
 
 
 def test_close_works_twice_or_without_arm() -> None:
@@ -171,6 +176,15 @@ def test_without_a_free_signal_nothing_is_armed(monkeypatch: pytest.MonkeyPatch)
     before = open_files()
     assert TracebackSignal().arm() is None
     assert open_files() == before
+
+
+def signums(armed: Armed) -> set[int]:
+    return {armed.python_signum, armed.c_signum}
+
+
+def reset_all(armed: Armed) -> None:
+    for signum in signums(armed):
+        signal.signal(signum, signal.SIG_DFL)
 
 
 SLURM = {"SLURM_PROCID": "3", "SLURM_NTASKS": "4"}
@@ -194,13 +208,13 @@ def test_a_rank_is_armed_before_it_has_a_guard(environment: dict[str, str], is_r
     arm_early(environment)
     signal_of_guard = take_early()
     try:
-        assert (len(caught_signals()), len(open_files())) == (len(caught) + is_rank, len(files) + is_rank)
+        assert (len(caught_signals()), len(open_files())) == (len(caught) + 2 * is_rank, len(files) + is_rank)
         early = armed_in(os.getpid())
         assert (early is not None) == is_rank
         armed = signal_of_guard.arm()
         # What it has been is what its guard goes on with.
         assert armed is not None and armed == (early or armed)
-        assert len(caught_signals()) == len(caught) + 1
+        assert len(caught_signals()) == len(caught) + 2
     finally:
         signal_of_guard.close()
     assert (caught_signals(), open_files()) == (caught, files)
@@ -248,23 +262,18 @@ def test_a_fork_does_not_inherit_its_parents_signal() -> None:
         of_child, is_inherited = here.recv()
         assert of_child is not None and of_parent is not None
         assert not is_inherited
-        assert of_child.signum != of_parent.signum
+        assert not signums(of_child) & signums(of_parent)
     finally:
         process.kill()
         process.join()
         take_early().close()
 
 
-def test_the_file_falls_back_to_storage_without_memfd(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_files_in_memory_nothing_is_armed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "memfd_create")
-    traceback = TracebackSignal()
-    armed = traceback.arm()
-    try:
-        assert armed is not None and armed_in(os.getpid()) is None
-        os.kill(os.getpid(), armed.signum)
-        assert os.fstat(armed.fd).st_size > 0
-    finally:
-        traceback.close()
+    before = caught_signals(), open_files()
+    assert TracebackSignal().arm() is None
+    assert (caught_signals(), open_files()) == before
 
 
 def test_a_dead_process_is_not_armed() -> None:
@@ -296,7 +305,7 @@ def test_a_rank_answers_once_it_has_imported_the_package() -> None:
         assert process.stdout.readline() == b"\n"
         armed = armed_in(process.pid)
         assert armed is not None
-        functions = until(lambda: tuple(frame.function for frame in ask(process.pid, armed)))
+        functions = until(lambda: tuple(frame.function for frame in ask(process.pid, armed).stack))
         assert functions[:2] == ("<module>", "expand")
     finally:
         process.communicate()
@@ -314,6 +323,104 @@ def count_for_ever(connection: Connection) -> None:
     sum(itertools.repeat(1, 10**12))  # <- a loop in C that keeps the GIL
 
 
+def call_for_ever(connection: Connection) -> None:
+    def call(depth: int) -> int:
+        return call(depth - 1) if depth else 0
+
+    connection.send("here")
+    while True:
+        call(50)
+
+
+def poll_for_ever(connection: Connection) -> None:
+    connection.send("here")
+    while True:
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def sent(armed: Armed, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The signals that are sent from now on, by who handles them."""
+    names, kill = {armed.python_signum: "python", armed.c_signum: "c"}, os.kill
+    sent: list[str] = []
+
+    def note(pid: int, signum: int) -> None:
+        if signum in names:
+            sent.append(names[signum])
+        kill(pid, signum)
+
+    monkeypatch.setattr(traceback_signal.os, "kill", note)
+    return sent
+
+
+@pytest.mark.parametrize("body", [call_for_ever, poll_for_ever])
+def test_a_process_in_which_python_answers_is_sent_no_signal_that_is_handled_in_c(
+    armed: Armed, sent: list[str], body: Callable[[Connection], None]
+) -> None:
+    """Which may end it, if it executes bytecode at that moment."""
+    with forked(body) as (pid, _):
+        answers = until(lambda: [one for _ in range(20) if (one := ask(pid, armed, owner=os.getpid())).stack])
+        assert [answer for answer in answers if answer.is_in_c] == []
+        assert {frame.mark for answer in answers for frame in answer.stack} & {Mark.ANSWER} == set()
+        functions = {frame.function for answer in answers for frame in answer.stack if frame.file == __file__}
+        assert body.__name__ in functions
+    assert "python" in sent and "c" not in sent
+
+
+def test_a_process_that_gets_no_time_on_a_core_is_sent_no_signal_that_is_handled_in_c(
+    armed: Armed, sent: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    starved = ThreadLook(state="running", ran_s=7.0)
+    with forked(count_for_ever) as (pid, _):
+        until(lambda: ask(pid, armed, owner=os.getpid()).is_in_c)
+        sent.clear()
+        monkeypatch.setattr(traceback_signal, "_ANSWER_S", 0.05)
+        monkeypatch.setattr(traceback_signal, "look_at_main_thread", lambda pid: starved)
+        assert ask(pid, armed, owner=os.getpid()) == Answer()
+    assert sent == ["python"]
+
+
+def test_a_process_in_c_answers_to_the_second_signal(armed: Armed, sent: list[str]) -> None:
+    with forked(count_for_ever) as (pid, _):
+        answer = until(lambda: found if (found := ask(pid, armed, owner=os.getpid())).stack else None)
+        assert answer is not None and answer.is_in_c
+    assert sent[-2:] == ["python", "c"]
+
+
+def test_an_answer_of_another_worker_is_not_taken(armed: Armed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that was asked before, and was in C then."""
+    monkeypatch.setattr(traceback_signal, "_ANSWER_S", 0.05)
+    with forked(wait) as (other, _), forked(wait) as (pid, _):
+        os.kill(pid, signal.SIGSTOP)
+        os.waitpid(pid, os.WUNTRACED)
+        kill = os.kill
+
+        def ask_the_other(_: int, signum: int) -> None:
+            kill(other, signum)
+
+        monkeypatch.setattr(traceback_signal.os, "kill", ask_the_other)
+        assert ask(pid, armed, owner=os.getpid()) == Answer()
+        monkeypatch.setattr(traceback_signal.os, "kill", kill)
+        assert until(lambda: ask(other, armed, owner=os.getpid()).stack)
+
+
+def test_a_signal_set_up_in_a_thread_is_never_sent() -> None:
+    """Python's handlers can be set in the main thread only; crashes are written all the same."""
+    traceback, armed = TracebackSignal(), list[Armed | None]()
+    caught = caught_signals()
+    thread = threading.Thread(target=lambda: armed.append(traceback.arm()))
+    thread.start()
+    thread.join()
+    try:
+        (of_thread,) = armed
+        assert of_thread is not None and signums(of_thread) == {0}
+        assert caught_signals() == caught
+        assert traceback_signal.writes_crashes()
+        assert ask(os.getpid(), of_thread) == Answer()
+    finally:
+        traceback.close()
+
+
 def test_a_forked_child_answers_with_its_line(armed: Armed) -> None:
     with forked(wait) as (pid, _):
         assert deepest_user_line(pid, armed, "<- it").endswith("# <- it waits here")
@@ -327,7 +434,7 @@ def test_a_child_that_holds_the_gil_still_answers(armed: Armed) -> None:
 def test_an_answer_has_frames_outermost_first_and_marks_user_code(armed: Armed) -> None:
     with forked(wait) as (pid, _):
         assert deepest_user_line(pid, armed, "<- it")
-        stack = ask(pid, armed, owner=os.getpid())
+        stack = ask(pid, armed, owner=os.getpid()).stack
     functions = [frame.function for frame in stack]
     assert functions.index("test_an_answer_has_frames_outermost_first_and_marks_user_code") < functions.index("wait")
     assert {frame.user for frame in stack if frame.function == "wait"} == {True}
@@ -342,7 +449,7 @@ def disarm_and_wait(connection: Connection) -> None:
 
 def test_a_process_without_a_handler_is_not_signalled(armed: Armed) -> None:
     with forked(disarm_and_wait) as (pid, connection):
-        assert ask(pid, armed, owner=os.getpid()) == ()
+        assert ask(pid, armed, owner=os.getpid()) == Answer()
         connection.send("still there?")
         assert connection.recv() == "still there?"
 
@@ -350,7 +457,7 @@ def test_a_process_without_a_handler_is_not_signalled(armed: Armed) -> None:
 def test_a_dead_process_does_not_answer(armed: Armed) -> None:
     with forked(wait) as (pid, _):
         pass
-    assert ask(pid, armed) == ()
+    assert ask(pid, armed) == Answer()
 
 
 def test_an_earlier_answer_is_not_reused(armed: Armed, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -359,7 +466,7 @@ def test_an_earlier_answer_is_not_reused(armed: Armed, monkeypatch: pytest.Monke
         monkeypatch.setattr(traceback_signal, "_ANSWER_S", 0.02)
         os.kill(pid, signal.SIGSTOP)
         os.waitpid(pid, os.WUNTRACED)
-        assert ask(pid, armed, owner=os.getpid()) == ()
+        assert ask(pid, armed, owner=os.getpid()) == Answer()
 
 
 ONE_THREAD = """\
@@ -400,6 +507,33 @@ EXPECTED = [("/home/me/train.py", 60, "<module>"), ("/home/me/train.py", 42, "tr
 )
 def test_the_stack_of_the_asked_thread_is_parsed(text: str) -> None:
     assert places(parse(text)) == EXPECTED
+
+
+OF_HANDLER = (
+    f'  File "{traceback_signal.__file__}", line {TracebackSignal._write.__code__.co_firstlineno + 3} in _write\n'
+)
+OF_C = ONE_THREAD.replace("training_step", "validation_step")
+OF_PYTHON = ONE_THREAD.replace("first):\n", f"first):\n{OF_HANDLER}")
+WRITTEN = "(by Python, process 7)\n"
+
+
+@pytest.mark.parametrize(
+    ("written", "innermost", "is_in_c"),
+    [
+        pytest.param(OF_C, "validation_step", True, id="c-alone"),
+        pytest.param(OF_C + OF_PYTHON + WRITTEN, "training_step", False, id="python-later"),
+        pytest.param(OF_PYTHON, "training_step", False, id="c-in-the-handler"),
+        pytest.param(OF_PYTHON[:120] + OF_C + OF_PYTHON[120:] + WRITTEN, "", False, id="c-amid-what-python-writes"),
+        pytest.param(OF_C + OF_PYTHON, "training_step", False, id="python-not-yet-done"),
+        pytest.param(OF_C + OF_PYTHON + WRITTEN.replace("7", "8"), "", False, id="python-of-another-worker"),
+        pytest.param(OF_PYTHON + WRITTEN.replace("7", "8") + OF_C, "", False, id="another-worker-before"),
+        pytest.param("", "", True, id="nothing"),
+    ],
+)
+def test_both_answers_are_kept_apart(written: str, innermost: str, is_in_c: bool) -> None:
+    answer = traceback_signal._answer_to_both(written, 7)
+    assert ([frame.function for frame in answer.stack] or [""])[-1] == innermost
+    assert answer.is_in_c is is_in_c
 
 
 def test_odd_names_are_parsed() -> None:

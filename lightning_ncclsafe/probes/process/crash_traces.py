@@ -74,18 +74,16 @@ class CrashTraces:
         self._lock = threading.Lock()
         self._is_closed = False
 
-    def hold(self, processes: Iterable[tuple[int, int]]) -> None:
-        """Opens the files of processes, given as process id and file descriptor in it; -1 where that is unknown."""
+    def hold(self, pids: Iterable[int]) -> None:
+        """Opens the files of processes, so that they can be read when these have ended."""
         new: list[int] = []
         with self._lock:
-            for pid, fd in processes if not self._is_closed else ():
+            for pid in pids if not self._is_closed else ():
                 self._hold_place(pid)
-                if fd < 0 and pid not in self._files and (armed := armed_in(pid)) is not None:
-                    fd = armed.fd
-                if fd >= 0 and pid not in self._files:
+                if pid not in self._files and (armed := armed_in(pid)) is not None:
                     new.append(pid)
                     with suppress(OSError):
-                        self._files[pid] = _open(pid, fd)
+                        self._files[pid] = _open(pid, armed.fd)
         if new:
             self._from_storage(lambda: self._hold_stderr(new))
 

@@ -3,12 +3,10 @@
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import takewhile
 
-from lightning_ncclsafe.code.marks import Mark
-from lightning_ncclsafe.facts import ANSWERING, Frame, ProcessFacts
+from lightning_ncclsafe.facts import ANSWERING, ProcessFacts
 from lightning_ncclsafe.probes.process.main_thread import ThreadLook
 
 LEAST_S = 0.5
@@ -106,15 +104,3 @@ def with_core_shares(facts: ProcessFacts, before: ThreadLook, now: ThreadLook, s
 
 def _share(before: float | None, now: float | None, span_s: float) -> float | None:
     return None if before is None or now is None else round(min(max((now - before) / span_s, 0.0), 1.0), 3)
-
-
-def asks_driver(threads: Iterable[tuple[Frame, ...]]) -> bool:
-    """Whether a thread of the guard's waits for the answer of a device's driver."""
-    return any(frame.mark == Mark.DRIVER for stack in threads for frame in stack)
-
-
-def guard_is_idle(threads: Iterable[tuple[Frame, ...]]) -> bool:
-    """Whether the guard's thread only waits for its next tick."""
-    guards = [stack for stack in threads if any(frame.mark == Mark.WATCH for frame in stack)]
-    below = [[*takewhile(lambda frame: frame.mark != Mark.WATCH, reversed(stack))] for stack in guards]
-    return bool(guards) and all({frame.function for frame in frames} == {"wait"} for frames in below)

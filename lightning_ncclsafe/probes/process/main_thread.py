@@ -1,6 +1,7 @@
 """The kernel's counters of a process's main thread: its time on a core, and its waits for a core and for storage."""
 
 import os
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,11 +9,13 @@ from lightning_ncclsafe.probes.absent import file_text, line_after, or_none
 from lightning_ncclsafe.probes.process.stacks import training_thread_number
 
 _PROC = Path("/proc")
-_BLOCKED, _RUNNING = "disk-sleep", "running"
+_ASLEEP, _BLOCKED, _RUNNING = "sleeping", "disk-sleep", "running"
+# On a busy host, a thread that waits for the GIL wakes up half as often as it wants to.
+_WAITS_S, _LEAST_WOKEN = 0.05, 5
 # psutil's names; psutil reads them for whole processes only, and more slowly.
 _STATES = {
     "R": _RUNNING,
-    "S": "sleeping",
+    "S": _ASLEEP,
     "D": _BLOCKED,
     "T": "stopped",
     "t": "tracing-stop",
@@ -48,6 +51,11 @@ class ThreadLook:
     def is_blocked(self) -> bool:
         """Whether it is in uninterruptible sleep."""
         return self.state == _BLOCKED
+
+    @property
+    def is_asleep(self) -> bool:
+        """Whether it waits, be it in uninterruptible sleep."""
+        return self.state in (_ASLEEP, _BLOCKED)
 
     @property
     def is_running(self) -> bool:
@@ -119,6 +127,29 @@ def thread_ran_s(thread_id: int) -> float:
     """
     own, _ = or_none(lambda: _turns_s(_PROC / "self" / "task" / str(thread_id))) or (None, None)
     return own or 0.0
+
+
+def waits_for_gil(pid: int, thread: int, proc: Path = _PROC) -> bool:
+    """Whether a Python thread of another process waits for the GIL and does not get it; takes 0.05 s.
+
+    Such a thread wakes up every 5 ms (``sys.getswitchinterval``) to ask the thread that holds the GIL to release it,
+    which one that executes bytecode does at once.
+
+    Args:
+        pid: Process id.
+        thread: The kernel's number of the thread; it must be one that never polls at such a pace itself.
+        proc: Where procfs is mounted.
+    """
+    folder = proc / str(pid) / "task" / str(thread)
+    looks = []
+    for pause_s in (_WAITS_S, 0.0):
+        ran_s, _ = _turns_s(folder)
+        looks.append((ran_s, or_none(lambda: int(line_after(folder / "status", "voluntary_ctxt_switches:")))))
+        time.sleep(pause_s)
+    (ran_before_s, woken_before), (ran_s, woken) = looks
+    if ran_before_s is None or ran_s is None or woken_before is None or woken is None:
+        return False
+    return woken - woken_before >= _LEAST_WOKEN and ran_s - ran_before_s < _WAITS_S / 2
 
 
 def wait_channel(folder: Path) -> str:

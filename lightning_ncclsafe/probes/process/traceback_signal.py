@@ -1,11 +1,17 @@
-"""Python stacks of processes that cannot answer, by a signal whose handler works while the GIL is held.
+"""Python stacks of processes that cannot answer, by signals, one of whose handlers works while the GIL is held.
 
-``faulthandler`` writes a traceback from a C signal handler, without the GIL. Each rank arms one real-time signal with
-a file in memory; a peer on the same host that finds it silent sends the signal and reads the file through
-``/proc/PID/fd``. Forked loader workers inherit both, so a rank can ask its own workers for their stacks.
+Each rank arms two real-time signals and a file in memory. A peer on the same host that finds it silent sends a signal
+and reads the file through ``/proc/PID/fd``. Forked loader workers inherit all three, so a rank can ask its own workers
+for their stacks.
 
-A rank that has not reached its Trainer yet cannot send its peers the number of that signal. The import of the package
-arms it, and the name of the file, which peers find among the rank's open files, contains the number.
+The first signal has a handler in Python, which the main thread calls as soon as it is between two bytecodes. If it is
+in C and does not call it, the second signal makes ``faulthandler`` write its frames from a C signal handler, without
+the GIL. A thread that executes bytecode must not be sent that one: its frames may be half made, and about one in 2,000
+of these signals ends a busy process with SIGSEGV (one in 20 if frames of other threads are read, too; measured with
+Python 3.10 to 3.13). While the first signal is pending, a thread that leaves C calls its handler before anything else.
+
+A rank that has not reached its Trainer yet cannot tell its peers about its signals. The import of the package arms
+them, and the name of the file, which peers find among the rank's open files, contains their numbers.
 
 ``faulthandler`` also writes to that file when a fatal signal ends the process, and ``sys.excepthook`` does with an
 uncaught exception: see ``crash_traces``.
@@ -19,25 +25,36 @@ import re
 import signal
 import stat
 import sys
-import tempfile
+import threading
 import time
 import weakref
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from types import TracebackType
-from typing import IO
+from typing import IO, NamedTuple
 
+from lightning_ncclsafe.code.marks import Mark, marked
 from lightning_ncclsafe.facts import COLLECTOR, Frame, codec
+from lightning_ncclsafe.probes.process.main_thread import ThreadLook, look_at_main_thread
 from lightning_ncclsafe.probes.process.stacks import exception_facts, seen_frame
 
 # What faulthandler writes above the frames of a thread that collects garbage.
 _COLLECTS = "  Garbage-collecting"
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
 _ANSWER_S = 0.15
+_POLL_S = 0.005
+# Python looks for signals every few bytecodes. A thread that has run for so long since, or sleeps again after a while,
+# is in C.
+_RUNS_S, _SLEEPS_S = 0.005, 0.03
 _NAME = "ncclsafe-traceback-"
-_LINK = re.compile(rf"^/memfd:{_NAME}(\d+) ")
+_LINK = re.compile(rf"^/memfd:{_NAME}(\d+)-(\d+)-(\d+) ")
+_CURRENT = "Current thread"
+# Python writes this line below its frames. Workers write to the same file, some of them late.
+_BY_PYTHON = "(by Python, process {pid})\n"
+_ANY_BY_PYTHON = _BY_PYTHON.partition("{")[0]
 # Environment variables of launchers: the number of the rank, and the number of ranks.
 _LAUNCHED = (("LOCAL_RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS"))
 
@@ -47,49 +64,95 @@ RAISED = "Uncaught exception: "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Armed:
-    """Where a process writes its traceback when asked.
+    """How a process is asked for its traceback, and where it writes it.
 
     Attributes:
-        signum: The signal that asks.
+        python_signum: The signal that Python handles; 0 if this process cannot be asked, as its signals were to be set
+            in a thread other than the main one.
+        c_signum: The signal that is handled in C; 0 as above.
         fd: File descriptor, in that process, of the file it writes to.
     """
 
-    signum: int
+    python_signum: int
+    c_signum: int
     fd: int
 
 
+class Answer(NamedTuple):
+    """What a process has answered.
+
+    Attributes:
+        stack: The main thread's frames, outermost first; empty if it has not answered.
+        is_in_c: Whether the main thread stays in C, so that Python could not answer.
+    """
+
+    stack: tuple[Frame, ...] = ()
+    is_in_c: bool = False
+
+
 class TracebackSignal:
-    """Arms the signal in this process; :meth:`close` restores the state before."""
+    """Arms the signals in this process; :meth:`close` restores the state before."""
 
     def __init__(self) -> None:
         self._file: IO[bytes] | None = None
-        self._signum = 0
+        self._python_signum = self._c_signum = 0
         self._pid = 0
         self._is_of_rank = False
         self._hook_before = sys.excepthook
 
     def arm(self) -> Armed | None:
-        """Arms the first unused real-time signal, or re-arms the same one; None where the platform has none."""
-        if self._file is not None and not _handles(os.getpid(), self._signum):
-            # Lightning restores all signals through Python, which does not know of faulthandler's handler.
-            faulthandler.unregister(self._signum)
-            faulthandler.register(self._signum, file=self._file, all_threads=True)
-        for signum in () if self._file is not None else _free_signals():
-            self._file, self._signum, self._pid = _open_file(signum), signum, os.getpid()
-            # Read now: Lightning removes these variables when its Trainer ends.
-            self._is_of_rank = _is_launched(os.environ)
-            faulthandler.register(signum, file=self._file, all_threads=True)
-            # Crashes go to the same file, unless the user has sent them elsewhere; see CrashTraces.
-            if not faulthandler.is_enabled() or _writes_for_parent():
-                _enable_for_crashes(self._file)
-            self._hook_before, sys.excepthook = sys.excepthook, self._uncaught
-            break
-        return None if self._file is None else Armed(signum=self._signum, fd=self._file.fileno())
+        """Arms two unused real-time signals, or re-arms the same ones; None where the platform has none."""
+        if self._file is None:
+            self._open()
+        if self._file is None:
+            return None
+        # Lightning restores all signals through Python, which does not know of faulthandler's handler.
+        if self._c_signum and not _handles(os.getpid(), self._c_signum):
+            faulthandler.unregister(self._c_signum)
+            faulthandler.register(self._c_signum, file=self._file, all_threads=False)
+        if self._python_signum and signal.getsignal(self._python_signum) is signal.SIG_DFL:
+            self._handle_in_python()
+        return Armed(python_signum=self._python_signum, c_signum=self._c_signum, fd=self._file.fileno())
+
+    def _open(self) -> None:
+        free = _free_signals()
+        signums = free[:2] if threading.current_thread() is threading.main_thread() else [0, 0]
+        if len(free) < 2 or not hasattr(os, "memfd_create"):  # not on Linux, or on an old one
+            return
+        self._python_signum, self._c_signum = signums
+        self._pid = os.getpid()
+        # In memory: a signal handler must not wait for storage.
+        file = os.memfd_create(f"{_NAME}{self._pid}-{self._python_signum}-{self._c_signum}")
+        self._file = os.fdopen(file, "wb", buffering=0)
+        # Read now: Lightning removes these variables when its Trainer ends.
+        self._is_of_rank = _is_launched(os.environ)
+        # Crashes go to the same file, unless the user has sent them elsewhere; see CrashTraces.
+        if not faulthandler.is_enabled() or _writes_for_parent():
+            _enable_for_crashes(self._file)
+        self._hook_before, sys.excepthook = sys.excepthook, self._uncaught
+
+    def _handle_in_python(self) -> None:
+        with suppress(ValueError):  # in another thread than the main one
+            signal.signal(self._python_signum, self._write)
+            signal.siginterrupt(self._python_signum, False)
+
+    @marked(Mark.ANSWER)
+    def _write(self, *_: object) -> None:
+        try:
+            if self._file is not None:
+                faulthandler.dump_traceback(self._file, all_threads=False)
+                os.write(self._file.fileno(), _BY_PYTHON.format(pid=os.getpid()).encode())
+        except Exception:  # in the midst of the user's code; nobody gets an answer then
+            return
 
     def close(self) -> None:
-        """Restores the signal and closes the file."""
+        """Restores the signals and closes the file."""
         if self._file is not None:
-            faulthandler.unregister(self._signum)
+            if self._c_signum:
+                faulthandler.unregister(self._c_signum)
+                with suppress(ValueError):  # in another thread than the main one
+                    if signal.getsignal(self._python_signum) == self._write:
+                        signal.signal(self._python_signum, signal.SIG_DFL)
             if self._file is _file_of_crashes():
                 faulthandler.disable()
             # A hook that was set later may still call this one, which then only passes on.
@@ -231,54 +294,89 @@ def _number(text: str | None) -> int:
     return int(text) if text is not None and text.isdecimal() else -1
 
 
-def _open_file(signum: int) -> IO[bytes]:
-    """A new file, in memory if the system can: a signal handler must not wait for storage."""
-    if hasattr(os, "memfd_create"):
-        with suppress(OSError):
-            return os.fdopen(os.memfd_create(f"{_NAME}{signum}"), "wb", buffering=0)
-    return tempfile.TemporaryFile(prefix="ncclsafe-")
-
-
 def armed_in(pid: int) -> Armed | None:
     """Where another process of this user on this host writes its traceback, by its open files; None if nowhere."""
     with suppress(OSError):
         for name in os.listdir(f"/proc/{pid}/fd"):
             with suppress(OSError):  # closed meanwhile
                 found = _LINK.match(os.readlink(f"/proc/{pid}/fd/{name}"))
-                # It may have those of its peers open to read.
-                if found and os.lstat(f"/proc/{pid}/fd/{name}").st_mode & stat.S_IWUSR:
-                    return Armed(signum=int(found[1]), fd=int(name))
+                # It may have that of its parent, too, and those of its peers open to read.
+                if found and int(found[1]) == pid and os.lstat(f"/proc/{pid}/fd/{name}").st_mode & stat.S_IWUSR:
+                    return Armed(python_signum=int(found[2]), c_signum=int(found[3]), fd=int(name))
     return None
 
 
-def ask(pid: int, armed: Armed, *, owner: int | None = None) -> tuple[Frame, ...]:
-    """The main thread's stack of another process of this user on this host, outermost frame first; see ask_threads."""
-    threads = ask_threads(pid, armed, owner=owner)
-    return threads[0] if threads else ()
-
-
-def ask_threads(pid: int, armed: Armed, *, owner: int | None = None) -> list[tuple[Frame, ...]]:
-    """The stacks of all Python threads of another process of this user on this host, outermost frame first.
+def ask(pid: int, armed: Armed, *, owner: int | None = None) -> Answer:
+    """Asks another process of this user on this host for its main thread's stack. Takes up to 0.3 s.
 
     Args:
         pid: The process to ask.
-        armed: Where it writes.
+        armed: How it is asked, and where it writes.
         owner: The process whose file descriptor ``armed.fd`` is, if not ``pid`` itself: a worker writes to the file
             of the rank that forked it.
 
     Returns:
-        The stacks, that of the main thread first, or nothing where the process does not handle the signal (it would
-        die of it) or does not answer within 0.15 s.
+        Its answer, an empty one where the process does not handle the signals (it would die of them) or gets no time on
+        a core to do so.
     """
     path = Path(f"/proc/{owner or pid}/fd/{armed.fd}")
     try:
-        if not _handles(pid, armed.signum):
-            return []
-        before = path.stat().st_size
-        os.kill(pid, armed.signum)
-        return parse_threads(_read_answer(path, before))
+        if not (_handles(pid, armed.python_signum) and _handles(pid, armed.c_signum)):
+            return Answer()
+        before, began = path.stat().st_size, look_at_main_thread(pid)
+        os.kill(pid, armed.python_signum)
+        written = _wait_for_python(pid, path, before, began)
+        if written.endswith(_BY_PYTHON.format(pid=pid)):
+            return Answer(_above_handler(_stack_of_main(written)))
+        if not _is_in_c(began, look_at_main_thread(pid)):
+            return Answer()
+        os.kill(pid, armed.c_signum)
+        written = _wait_for_c(path, before)
     except OSError:
-        return []
+        return Answer()
+    return _answer_to_both(written, pid)
+
+
+def _answer_to_both(written: str, pid: int) -> Answer:
+    """Python may have answered after all."""
+    if _ANY_BY_PYTHON not in written:
+        stack = _stack_of_main(written)
+        return Answer(_above_handler(stack), is_in_c=not _has_handler(stack))
+    # If it was about to, or another process has, the lines are mixed.
+    of_c, current, by_python = written.rpartition(_CURRENT)
+    is_apart = _ANY_BY_PYTHON not in of_c and not _has_handler(_stack_of_main(of_c))
+    is_its = by_python.endswith(_BY_PYTHON.format(pid=pid))
+    return Answer(_above_handler(_stack_of_main(current + by_python))) if is_apart and is_its else Answer()
+
+
+def _wait_for_python(pid: int, path: Path, before: int, began: ThreadLook) -> str:
+    """What is written until it is complete, or the main thread has turned out to be in C."""
+    began_s, written = time.monotonic(), ""
+    while not written.endswith(_BY_PYTHON.format(pid=pid)) and time.monotonic() < began_s + _ANSWER_S:
+        time.sleep(_POLL_S)
+        if path.stat().st_size > before:
+            written = _read(path, before)
+        elif time.monotonic() > began_s + _SLEEPS_S and _is_in_c(began, look_at_main_thread(pid)):
+            break
+    return written
+
+
+def _is_in_c(began: ThreadLook, now: ThreadLook) -> bool:
+    """Whether a main thread that has not called a Python handler since is in C: it sleeps, or has run for a while."""
+    return now.is_asleep or (now.is_running and (now.ran_s or 0.0) - (began.ran_s or 0.0) >= _RUNS_S)
+
+
+def _above_handler(stack: tuple[Frame, ...]) -> tuple[Frame, ...]:
+    """The frames of the program alone, without that of the handler and those that it calls."""
+    return tuple(takewhile(lambda frame: frame.mark != Mark.ANSWER, stack))
+
+
+def _has_handler(stack: tuple[Frame, ...]) -> bool:
+    return any(frame.mark == Mark.ANSWER for frame in stack)
+
+
+def _stack_of_main(text: str) -> tuple[Frame, ...]:
+    return next(iter(parse_threads(text)), ())
 
 
 def parse_threads(text: str) -> list[tuple[Frame, ...]]:
@@ -291,7 +389,7 @@ def parse_threads(text: str) -> list[tuple[Frame, ...]]:
     current = -1
     for line in text.splitlines():
         if "(most recent call first)" in line:
-            current = len(threads) if line.startswith("Current thread") else current
+            current = len(threads) if line.startswith(_CURRENT) else current
             threads.append([])
         elif threads and (frame := _frame(line)) is not None:
             threads[-1].append(frame)
@@ -308,24 +406,28 @@ def _frame(line: str) -> Frame | None:
     return seen_frame(found["file"], int(found["line"]), found["function"])
 
 
-def _read_answer(path: Path, before: int) -> str:
+def _wait_for_c(path: Path, before: int) -> str:
     """Waits until the file has grown and stopped growing; its size is all that can be watched across processes."""
     deadline = time.monotonic() + _ANSWER_S
     size = before
     while time.monotonic() < deadline:
-        time.sleep(0.01)
+        time.sleep(2 * _POLL_S)
         grown = path.stat().st_size
         if grown > before and grown == size:
             break
         size = grown
+    return _read(path, before)
+
+
+def _read(path: Path, begin: int) -> str:
     with path.open("rb") as file:
-        file.seek(before)
+        file.seek(begin)
         return file.read(1 << 20).decode("utf-8", "replace")
 
 
 def _handles(pid: int, signum: int) -> bool:
     """Whether a process has a handler for a signal: without one, the signal would kill it."""
-    return bool(_caught(pid) >> (signum - 1) & 1)
+    return signum > 0 and bool(_caught(pid) >> (signum - 1) & 1)
 
 
 def _caught(pid: int) -> int:
