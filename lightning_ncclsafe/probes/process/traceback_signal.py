@@ -344,7 +344,8 @@ def _answer_to_both(written: str, pid: int) -> Answer:
         return Answer(_above_handler(stack), is_in_c=not _has_handler(stack))
     # If it was about to, or another process has, the lines are mixed.
     of_c, current, by_python = written.rpartition(_CURRENT)
-    is_apart = _ANY_BY_PYTHON not in of_c and not _has_handler(_stack_of_main(of_c))
+    earlier = _stack_of_main(of_c)
+    is_apart = bool(earlier) and not _has_handler(earlier) and _ANY_BY_PYTHON not in of_c
     is_its = by_python.endswith(_BY_PYTHON.format(pid=pid))
     return Answer(_above_handler(_stack_of_main(current + by_python))) if is_apart and is_its else Answer()
 
