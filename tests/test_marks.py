@@ -255,6 +255,7 @@ NOT_FOR_RANKS = {
     "guard.ending._try_for": ASIDE,
     "guard.leaving.Leaving._ask_who_stays": "below Leaving.finish",
     "guard.participation.Participation._gather": ASIDE,
+    "guard.watchdog.Watchdog.pause": ASIDE,
     "guard.watchdog.Watchdog.stop": ITSELF,
     "loaders.tuning.tuner.Tuner._run": ASIDE,
     "loaders.tuning.tuner.Tuner.close": ITSELF,

@@ -80,10 +80,18 @@ def main_thread_stack() -> tuple[Frame, ...]:
     stack = thread_stack(main)
     if not _is_in_backward(stack) or not _uses_cuda():
         return stack
-    # Hooks and custom backward functions run in a thread that Python has not started, and that has frames only while it
-    # runs some.
-    others = (thread_stack(ident) for ident in [*sys._current_frames()] if ident != main)
-    return (*stack, *next((other for other in others if other and not _is_of_python(other[0])), ()))
+    return with_backward(stack, (thread_stack(ident) for ident in [*sys._current_frames()] if ident != main))
+
+
+def with_backward(main: tuple[Frame, ...], others: Iterable[tuple[Frame, ...]]) -> tuple[Frame, ...]:
+    """The main thread's stack and, while it is in a backward pass on a GPU, that of the thread which runs this pass.
+
+    Hooks and custom backward functions run there. Such a thread was not started by Python, and has frames only while
+    it runs some.
+    """
+    if not _is_in_backward(main):
+        return main
+    return (*main, *next((stack for stack in others if stack and not _is_of_python(stack[0])), ()))
 
 
 def _is_in_backward(stack: tuple[Frame, ...]) -> bool:
