@@ -56,6 +56,11 @@ class Limits:
         """The longest hard limit of all phases, seconds."""
         return max(self.timeout_s, *self.phases_s.values()) if self.phases_s else self.timeout_s
 
+    @property
+    def shortest_s(self) -> float:
+        """The shortest hard limit of all phases, seconds."""
+        return min(self.timeout_s, *self.phases_s.values()) if self.phases_s else self.timeout_s
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgreementSettings:

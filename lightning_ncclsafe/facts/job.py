@@ -166,6 +166,7 @@ class Incident:
         idle_s: Seconds without progress of the asking rank.
         suspect_after_s: The threshold that applied, seconds.
         timeout_s: The hard limit that applies, seconds.
+        shortest_timeout_s: The shortest hard limit of all phases, seconds; 0 if unknown.
     """
 
     number: int
@@ -175,6 +176,7 @@ class Incident:
     idle_s: float = 0.0
     suspect_after_s: float = 0.0
     timeout_s: float = 0.0
+    shortest_timeout_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -146,6 +146,7 @@ class StuckDetector:
             idle_s=idle_s,
             suspect_after_s=round(self._thresholds.suspect_after_s(joined=True), 3),
             timeout_s=limit_s,
+            shortest_timeout_s=self._own.limits.shortest_s,
         )
 
     # The outcome of an incident.

@@ -5,6 +5,7 @@ from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 
 from lightning_ncclsafe.code.libraries import GROUP_CREATION
+from lightning_ncclsafe.code.marks import Mark
 from lightning_ncclsafe.facts import Group, RankFacts, group_and_backend
 from lightning_ncclsafe.rules.kit import (
     FEW_STEPS,
@@ -80,7 +81,12 @@ def crossed_groups(view: Timeline) -> Iterator[Finding]:
         out of order, unless a condition on the rank precedes it in a function that ranks are in.
     """
     circle = _circle(_awaited(view))
-    is_order = not (_is_of_p2p(view, circle) or _is_of_one_group(circle) or _is_of_new_call(view, circle))
+    is_order = not (
+        _is_of_p2p(view, circle)
+        or _is_of_one_group(circle)
+        or _is_of_new_call(view, circle)
+        or any(_votes(view, rank) for rank in circle)
+    )
     if circle and not gathering_alone(view) and is_order:
         yield _finding(view, circle)
     elif not circle and (inspected := _circle(_awaited_by_inspection(view))):
@@ -121,6 +127,11 @@ def _is_of_new_call(view: Timeline, circle: dict[int, tuple[str, int]]) -> bool:
     groups = {calls[rank].group for rank in own}
     needs_all = all(len(view.groups_by_name[name].members) == view.job.world_size for name in groups)
     return are_new and needs_all and are_usual and all(_is_of_model(view, rank) for rank in others)
+
+
+def _votes(view: Timeline, rank: int) -> bool:
+    """Whether it votes on the next batch, in a group of ours: it has left a batch in which the others wait."""
+    return any(frame.mark == Mark.VOTE for frame in view.facts[rank].stack)
 
 
 def _awaited_in_creation(view: Timeline) -> dict[int, tuple[str, int]]:

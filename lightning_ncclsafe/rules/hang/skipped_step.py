@@ -111,8 +111,11 @@ def _around_forward(view: Timeline) -> tuple[Shift, DecidingBranches] | None:
     unit, deciding = unit_of(first.call, caller), decision(view, location_of(first.frame))
     if unit is None or unit.kind is not UnitKind.FSDP_UNIT or deciding is None or len(deciding.branches) != 1:
         return None
-    is_in_step = any(action.name.endswith(".training_step") for action in caller.progress.actions)
-    return (first, deciding) if deciding.branches[0][1].jump and is_in_step else None
+    return (first, deciding) if deciding.branches[0][1].jump and _is_in_step(caller) else None
+
+
+def _is_in_step(facts: RankFacts) -> bool:
+    return any(action.name.endswith(".training_step") for action in facts.progress.actions)
 
 
 def _forward_finding(view: Timeline, first: Shift, deciding: DecidingBranches) -> Finding:
@@ -234,17 +237,31 @@ def _skipped_more(view: Timeline) -> tuple[int, ...]:
     steps = {rank: facts.steps for rank, facts in sorted(view.facts.items())}
     if not steps or not all(known.with_backward for known in steps.values()):
         return ()
+    if all(_reduces_nothing(known) for known in steps.values()):
+        return ()  # nobody waits for gradients
     # A rank that is some batches ahead may have skipped more that the others will skip, too.
-    least = min(steps.values(), key=lambda known: (known.skipped, -known.with_backward))
-    return tuple(rank for rank, known in steps.items() if known.skipped - least.skipped > _may_be_ahead(known, least))
+    least = min(steps, key=lambda rank: (steps[rank].skipped, -steps[rank].with_backward))
+    ahead = {rank: _may_be_ahead(view, known, least) for rank, known in steps.items()}
+    return tuple(rank for rank, known in steps.items() if known.skipped - steps[least].skipped > ahead[rank])
 
 
-def _may_be_ahead(steps: StepFacts, of: StepFacts) -> int:
+def _reduces_nothing(steps: StepFacts) -> bool:
+    """Whether no backward pass has exchanged gradients, as far back as is known."""
+    # Epoch, batch, passes, those of them that reduced nothing; without zeros at the end.
+    counts = [(*entry, 0, 0)[2:4] for entry in (*steps.passes, steps.under_way) if entry]
+    return bool(counts) and all(made == kept for made, kept in counts)
+
+
+def _may_be_ahead(view: Timeline, steps: StepFacts, of: int) -> int:
     """How many of the batches that one rank has skipped the other may not have reached."""
+    facts = view.facts[of]
+    other, at = facts.steps, facts.progress
     last = (steps.skipped_epoch, steps.skipped_batch)
-    if min(last) >= 0 and last <= (of.passes_epoch, of.passes_batch):
+    if min(last) >= 0 and last <= (other.passes_epoch, other.passes_batch):
         return 0
-    return max(steps.with_backward + steps.skipped - of.with_backward - of.skipped, 0)
+    if last == (at.epoch, at.batch_idx) and of in view.waiting and _is_in_step(facts):
+        return 0  # it waits in a call of the batch that the rank has left
+    return max(steps.with_backward + steps.skipped - other.with_backward - other.skipped, 0)
 
 
 def _finding(view: Timeline, ranks: tuple[int, ...], confidence: Confidence) -> Finding:

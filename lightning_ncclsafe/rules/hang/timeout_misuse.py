@@ -45,7 +45,8 @@ def timeout_misuse(view: Timeline) -> Iterator[Finding]:
         The Timeout(ms) in the error message is not the one that was set; a run ends long before its timeout.
 
     Cause:
-        A group created without timeout=, or with its own; NCCL_TIMEOUT and the like, which nothing reads.
+        A group created without timeout=, or with its own, or given one later; NCCL_TIMEOUT and the like, which nothing
+        reads.
 
     Remedy:
         Use one timeout for all groups; then fix the cause of the wait itself.
@@ -66,12 +67,16 @@ def timeout_misuse(view: Timeline) -> Iterator[Finding]:
 
 
 def _usual_ms(view: Timeline) -> set[int]:
-    """The timeouts of the default group, which follow the strategy's limits from phase to phase."""
+    """The timeouts of the default group, which follow the strategy's limits from phase to phase.
+
+    A shorter one than any of these limits is the program's own: it has set the timeout of the group.
+    """
+    shortest_ms = view.job.incident.shortest_timeout_s * 1000
     # Other groups may have many recent calls, as with a sharded model.
     of_default = (
         [call for call in facts.collectives if group_and_backend(call.group)[0] == "0"] for facts in view.facts.values()
     )
-    return {call.timeout_ms for calls in of_default for call in calls[-_RECENT:]}
+    return {call.timeout_ms for calls in of_default for call in calls[-_RECENT:] if call.timeout_ms >= shortest_ms}
 
 
 def _expired_ms(facts: RankFacts) -> int:

@@ -248,7 +248,13 @@ def _validated_less(view: Timeline, ended: tuple[int, ...], still: tuple[int, ..
     have_left = all(view.facts[rank].progress.phase is Phase.TRAIN for rank in ended)
     if not ended or not have_left or validated.keys() < view.facts.keys():
         return False
-    return 0 < max(validated[rank] for rank in ended) < min(validated[rank] for rank in still)
+    # A batch is completed after its last hook.
+    begun = {rank: validated[rank] + _ends_validated_batch(view.facts[rank].progress) for rank in still}
+    return 0 < max(validated[rank] for rank in ended) < min(begun.values())
+
+
+def _ends_validated_batch(progress: Progress) -> bool:
+    return any(hook_words(action.name).endswith("on_validation_batch_end") for action in progress.actions)
 
 
 def _validated_it(view: Timeline, ended: tuple[int, ...], still: tuple[int, ...]) -> bool:

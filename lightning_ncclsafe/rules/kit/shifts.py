@@ -5,8 +5,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning_ncclsafe.code.libraries import JOIN
-from lightning_ncclsafe.facts import Collective, Frame
-from lightning_ncclsafe.rules.kit.frames import deepest_user_frame, inside_trainer, is_in, is_in_loop_below, loop_left
+from lightning_ncclsafe.facts import Collective, Frame, Progress
+from lightning_ncclsafe.rules.kit.frames import (
+    deepest_user_frame,
+    inside_trainer,
+    is_before,
+    is_in,
+    is_in_loop_below,
+    loop_left,
+)
 from lightning_ncclsafe.rules.kit.rule import once
 from lightning_ncclsafe.rules.kit.timeline import ROOTED, Timeline, signature
 from lightning_ncclsafe.rules.kit.wording import at_words, call_words, ranks_words, under_words
@@ -83,7 +90,7 @@ def shift(view: Timeline, group: str) -> Shift | None:
         if any(not call.site for call in here.values()):
             return None
         if len({call.site for call in here.values()}) > 1 and not _differ_by_root(view, here):
-            shift_here = _shift_at(aligned, index, tuple(here))
+            shift_here = _shift_at(view, aligned, index, tuple(here))
             if shift_here is not _BRANCH:
                 return shift_here
     return None
@@ -122,7 +129,7 @@ def _condition_of(call: Collective) -> str:
 _BRANCH = Shift(ranks=(), call=Collective(group="", seq=0, op=""), callers=(), others=(), count=0, frame=None)
 
 
-def _shift_at(aligned: dict[int, list[Collective]], index: int, ranks: tuple[int, ...]) -> Shift | None:
+def _shift_at(view: Timeline, aligned: dict[int, list[Collective]], index: int, ranks: tuple[int, ...]) -> Shift | None:
     usual = Counter(aligned[rank][index].site for rank in ranks).most_common(1)[0][0]
     calls = {rank: aligned[rank][index] for rank in ranks}
     if shadowing := tuple(rank for rank, call in calls.items() if is_in(JOIN, call.stack)):
@@ -149,7 +156,7 @@ def _shift_at(aligned: dict[int, list[Collective]], index: int, ranks: tuple[int
         if in_loop is not None:
             return in_loop
         return (
-            _in_one_call(few, many, own[0], theirs[0], before)
+            _in_one_call(few, many, own[0], theirs[0], before, are_past=_are_past(view, few, many))
             if is_majority
             else _against_habit(aligned, index, ranks, before)
         )
@@ -209,14 +216,39 @@ def _users(call: Collective) -> tuple[Frame, ...]:
     return tuple(frame for frame in inside_trainer(call.stack) if frame.user)
 
 
+def _are_past(view: Timeline, few: tuple[int, ...], many: tuple[int, ...]) -> bool:
+    """Whether some ranks are past where each of the others waits: further down a function, or done with the batch."""
+    progress = [(view.facts[rank].progress, view.facts[other].progress) for rank in few for other in many]
+    stacks = [(view.facts[rank].stack, view.facts[other].stack) for rank in few for other in many]
+    by_lines = all(is_before(inside_trainer(there), inside_trainer(here)) for here, there in stacks)
+    return by_lines or all(_is_after_step_of(here, there) for here, there in progress)
+
+
+def _is_after_step_of(here: Progress, there: Progress) -> bool:
+    """Whether one rank has done the step of a training batch in which another one is."""
+    is_one_batch = here.batch_idx == there.batch_idx >= 0 and here.epoch == there.epoch
+    is_in_step, is_over = _is_in(there, ".training_step"), _is_in(here, "on_train_batch_end", "on_train_epoch_end")
+    return is_one_batch and is_in_step and is_over
+
+
+def _is_in(progress: Progress, *hooks: str) -> bool:
+    return any(action.name.endswith(hooks) for action in progress.actions)
+
+
 def _in_one_call(
-    few: tuple[int, ...], many: tuple[int, ...], own: Collective, theirs: Collective, before: _Calls
+    few: tuple[int, ...],
+    many: tuple[int, ...],
+    own: Collective,
+    theirs: Collective,
+    before: _Calls,
+    *,
+    are_past: bool,
 ) -> Shift | None:
     """The shift if all wait in the first call that differs, and most of them in the same one."""
     frame, others_frame = deepest_user_frame(own.stack), deepest_user_frame(theirs.stack)
     # A call that is usually made later has been made too early.
     is_usual = any(call.site == own.site for call in before)
-    if others_frame is not None and (is_usual or frame is None):
+    if others_frame is not None and (is_usual or frame is None or are_past):
         return Shift(ranks=few, call=theirs, callers=many, others=few, count=0, frame=others_frame)
     return Shift(ranks=few, call=own, callers=few, others=many, count=0, frame=frame) if frame is not None else None
 
