@@ -4,6 +4,7 @@ import functools
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -473,6 +474,22 @@ def test_an_unused_part_is_located_by_its_call_in_a_comprehension() -> None:
     assert (encode.calls("blocks"), encode.uses("blocks")) == (True, line_of("block in a comprehension"))
     assert (names.calls("blocks"), names.uses("blocks") > 0) == (False, True)
     assert StepRecord(trainer(Collected())).facts().unused_at == place("block in a comprehension", "encode")
+
+
+class Spared(Stacked):
+    """Uses them without gradients while a condition says so."""
+
+    def encode(self, batch: Any, chances: list[int]) -> Any:
+        with open(batch), torch.set_grad_enabled(not chances):  # <- gradients switched off
+            for chance in chances:
+                with suppress(KeyError):
+                    return self.blocks(batch) * chance  # type: ignore[attr-defined]
+        with torch.no_grad():
+            return batch
+
+
+def test_an_unused_part_is_located_where_gradients_are_switched_off_for_it() -> None:
+    assert StepRecord(trainer(Spared())).facts().unused_at == place("gradients switched off", "encode")
 
 
 def test_parameter_indices_from_ddp_become_names() -> None:

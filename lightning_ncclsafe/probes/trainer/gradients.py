@@ -77,7 +77,10 @@ def is_from_nothing(loss: Any, module: Any) -> bool:
 
 
 def left_out_at(module: Any, missing: list[str]) -> str:
-    """The line of user code that skips, or else uses, the largest unused part with the first of these parameters."""
+    """The line of user code that skips, or else uses, the largest unused part with the first of these parameters.
+
+    If it is used without gradients, that of the ``with`` statement which switches them off.
+    """
     names = trained_parameters(module)
     parts = missing[0].split(".")
     prefixes = (".".join(parts[:depth]) for depth in range(1, len(parts)))
@@ -90,13 +93,16 @@ def left_out_at(module: Any, missing: list[str]) -> str:
     ways += [] if ways else [inner for inner in within if inner is not None and inner.leads_around]
     around = ways[0].leads_around if ways else ()
     is_jump = len(around) == 1 and not ways[0].conditions_around
+    if used is not None and used.without_gradients_at:
+        return used.without_gradients_at
     return around[0] if is_jump else used.place if used is not None else ""
 
 
 class _Use(NamedTuple):
-    """A line that uses a part of the model, and lines that may have skipped it."""
+    """A line that uses a part of the model, the one that switches gradients off there, and those that may skip it."""
 
     place: str
+    without_gradients_at: str
     leads_around: tuple[str, ...]
     conditions_around: tuple[str, ...]
 
@@ -108,7 +114,8 @@ def _use_of(module: Any, parts: list[str], level: int) -> _Use | None:
     sources = [source for source in _functions_of(module) if source.uses(parts[level])]
     for source in sorted(sources, key=lambda source: not source.calls(parts[level])):
         line = source.uses(parts[level])
-        return _Use(source.place(line), source.leads_around(line), source.conditions_around(line))
+        off = source.place(source.switches_gradients_off(line))
+        return _Use(source.place(line), off, source.leads_around(line), source.conditions_around(line))
     return None
 
 

@@ -20,6 +20,7 @@ BEFORE_TRAINING = {"__init__", "configure_model", "configure_optimizers", "prepa
 """What Lightning calls before the first batch."""
 _CONDITIONS = (Decides.RANK, Decides.VALUE, Decides.COMMON)
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+_GRADIENT_MODES = {"no_grad", "inference_mode", "set_grad_enabled"}
 MOST_LINES = 8
 """The most lines that are reported of one kind."""
 
@@ -100,6 +101,11 @@ class HookSource:
                 names = {node.id for node in ast.walk(target) if isinstance(node, ast.Name)}
                 calls = (node for node in body if isinstance(node, ast.Call))
                 yield from (call.lineno for call in calls if isinstance(call.func, ast.Name) and call.func.id in names)
+
+    def switches_gradients_off(self, line: int) -> int:
+        """The line of the innermost ``with`` around a line that may switch gradients off; 0 if there is none."""
+        around = (block for block in self._each(ast.With) if block.lineno < line <= (block.end_lineno or 0))
+        return max((block.lineno for block in around if any(map(_is_gradient_mode, block.items))), default=0)
 
     def leads_around(self, line: int) -> tuple[str, ...]:
         """The branches that may have led around a line: jumps before it, and conditions around it.
@@ -234,6 +240,11 @@ def _inside(body: list[ast.stmt]) -> Iterator[ast.AST]:
 
 def _is_attribute(target: ast.expr, names: set[str]) -> bool:
     return isinstance(target, ast.Attribute) and target.attr in names
+
+
+def _is_gradient_mode(item: ast.withitem) -> bool:
+    parts = (node for node in ast.walk(item.context_expr) if isinstance(node, ast.expr))
+    return any(name_of(node) in _GRADIENT_MODES for node in parts)
 
 
 def _sets(node: ast.AST, names: set[str]) -> TypeGuard[ast.stmt | ast.Call]:
