@@ -3,8 +3,6 @@
 import re
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -12,6 +10,7 @@ from typing import NamedTuple
 
 import psutil
 import pytest
+from _pytest.config import default_plugins
 from suite import BESIDE, is_alone
 from suite import FIRST as BEGUN_FIRST
 from warm import Warm, environment
@@ -20,6 +19,7 @@ ROOT = Path(__file__).parents[1]
 # For what the suites below take until they end; the longest wait for a limit of 10 s.
 ENDS_S = 50
 AT_ONCE = 6
+NEEDS = ("suites",)
 FIRST = [("stops who watches",), ("hangs while it is imported",), ("never ends its thread",)]
 
 FOREVER = "threading.Event().wait()"
@@ -87,48 +87,47 @@ class Ended(NamedTuple):
     left: list[list[str]]
 
 
+@pytest.fixture(scope="module")
+def suites() -> Iterator[Warm]:
+    """What suites are forked from: to import pytest takes longer than they do."""
+    warm = Warm(preloaded=("suite", *(f"_pytest.{name}" for name in default_plugins)))
+    yield warm
+    warm.close()
+
+
 def below(folder: Path) -> Iterator[psutil.Process]:
-    """What runs, and was started by the suite of a folder: by a variable of its environment."""
+    """What runs, and was started by the suite of a folder: it works there."""
     for process in psutil.process_iter():
         with suppress(psutil.Error):
-            if process.environ().get("SUITE_OF") == str(folder):
+            if process.cwd() == str(folder):
                 yield process
 
 
-def run(folder: Path, *options: str) -> Ended:
+def run(suites: Warm, folder: Path, *options: str) -> Ended:
     """Runs the suite of a folder as ``make test`` runs this one, but for the limits, and with no plugin but that."""
-    # All others, Hypothesis above all, take longer to import than these suites take.
-    own = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "SUITE_OF": str(folder)}
     shutil.copy(ROOT / "pyproject.toml", folder)
-    command = [sys.executable, str(ROOT / "tests" / "suite.py"), *options, "-p", "pytest_timeout"]
-    command += ["--override-ini", "timeout=2", "."]
+    argv = [str(ROOT / "tests" / "suite.py"), *options, "-p", "pytest_timeout", "--override-ini", "timeout=2", "."]
+    # All others, Hypothesis above all, take longer to import than these suites take.
+    env = environment() | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     with (folder / "log").open("w") as log:
-        suite = subprocess.Popen(
-            command,
-            cwd=folder,
-            env=environment() | own,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-        )
-        with suppress(subprocess.TimeoutExpired):
-            suite.wait(ENDS_S)
-    status, left = suite.poll(), []
+        suite = suites.start(argv, output=log.fileno(), cwd=folder, env=env)
+    status, left = None, []
+    with suppress(TimeoutError):
+        status = suite.wait(ENDS_S)
     for process in below(folder):
         with suppress(psutil.Error):
             left.append(process.cmdline())
             process.kill()
-    suite.wait()
     return Ended(status, (folder / "log").read_text(), left)
 
 
-def run_program(warm: Warm, folder: Path, culprit: str) -> Ended:
+def run_program(warm: Warm, folder: Path, culprit: str, *, suites: Warm) -> Ended:
     for name in "abcxyz":
         (folder / f"test_{name}.py").write_text(GOOD)
     (folder / "test_bad.py").write_text("def test_bad(): assert 6 * 7 == 43\n")
     source, _ = CULPRITS[culprit]
     (folder / "test_culprit.py").write_text(f"import os, signal, subprocess, sys, threading, pytest\n{source}\n")
-    return run(folder, *OPTIONS.get(culprit, ()))
+    return run(suites, folder, *OPTIONS.get(culprit, ()))
 
 
 @pytest.mark.parametrize("culprit", [pytest.param(culprit, marks=pytest.mark.program(culprit)) for culprit in CULPRITS])
@@ -152,7 +151,7 @@ def test_how_a_test_has_failed_is_shown_although_its_process_is_ended(outcome: E
     assert "assert (6 * 7) == 43" in outcome.text
 
 
-def test_each_file_is_imported_once_and_each_test_runs_once(tmp_path: Path) -> None:
+def test_each_file_is_imported_once_and_each_test_runs_once(suites: Warm, tmp_path: Path) -> None:
     touch = (
         "import pathlib\npathlib.Path(__file__ + '.imported').touch(exist_ok=False)\n"
         "def test_it(): pathlib.Path(__file__ + '.ran').touch(exist_ok=False)\n"
@@ -160,13 +159,13 @@ def test_each_file_is_imported_once_and_each_test_runs_once(tmp_path: Path) -> N
     names = {f"test_{number}.py" for number in range(20)}
     for name in names:
         (tmp_path / name).write_text(touch)
-    ended = run(tmp_path)
+    ended = run(suites, tmp_path)
     assert ended.status == 0, ended.text
     assert ended.text.splitlines()[-1] == "20 passed, 0 failed, 0 skipped"
     assert {path.stem for path in tmp_path.glob("*.ran")} == names
 
 
-def test_trainer_tests_run_alone(tmp_path: Path) -> None:
+def test_trainer_tests_run_alone(suites: Warm, tmp_path: Path) -> None:
     times = (
         "import pathlib, time, pytest\n@pytest.mark.parametrize('number', range(3))\ndef test_it(number):\n"
         "    began = time.monotonic()\n    time.sleep(0.2)\n"
@@ -176,7 +175,7 @@ def test_trainer_tests_run_alone(tmp_path: Path) -> None:
         folder.mkdir(parents=True)
         for name in "abc":
             (folder / f"test_{folder.name}_{name}.py").write_text(times)
-    ended = run(tmp_path)
+    ended = run(suites, tmp_path)
     assert ended.status == 0, ended.text
     spans = {path: [float(at) for at in path.read_text().split()] for path in tmp_path.glob("tests/*/*.ran")}
     others_end = max(end for path, (_, end) in spans.items() if path.parent.name == "others")
@@ -195,43 +194,43 @@ def test_only_listed_trainer_tests_run_beside_others() -> None:
     assert not any(map(is_alone, BESIDE))
 
 
-def test_a_failure_is_shown_and_the_rest_runs(tmp_path: Path) -> None:
+def test_a_failure_is_shown_and_the_rest_runs(suites: Warm, tmp_path: Path) -> None:
     (tmp_path / "test_a.py").write_text("def test_bad(): assert 6 * 7 == 43\n")
     (tmp_path / "test_b.py").write_text(GOOD)
     (tmp_path / "test_c.py").write_text("import pytest\ndef test_not(): pytest.skip('not here')\n")
-    ended = run(tmp_path)
+    ended = run(suites, tmp_path)
     assert ended.status == 1
     assert ended.text.splitlines()[-1] == "3 passed, 1 failed, 1 skipped"
     assert "assert (6 * 7) == 43" in ended.text
     assert "not here" in ended.text
 
 
-def test_an_import_error_fails_the_run(tmp_path: Path) -> None:
+def test_an_import_error_fails_the_run(suites: Warm, tmp_path: Path) -> None:
     (tmp_path / "test_a.py").write_text("import no_such_module\n")
     (tmp_path / "test_b.py").write_text(GOOD)
-    ended = run(tmp_path)
+    ended = run(suites, tmp_path)
     assert ended.status == 2
     assert "No module named 'no_such_module'" in ended.text
 
 
-def test_the_first_failure_starts_no_further_file(tmp_path: Path) -> None:
+def test_the_first_failure_starts_no_further_file(suites: Warm, tmp_path: Path) -> None:
     (tmp_path / "test_a.py").write_text("def test_bad(): assert False\n")
     for number in range(10):
         (tmp_path / f"test_b{number}.py").write_text("import time\ndef test_it(): time.sleep(0.5)\n")
-    ended = run(tmp_path, "--exitfirst")
+    ended = run(suites, tmp_path, "--exitfirst")
     assert ended.status == 1
     assert int(ended.text.splitlines()[-1].split()[0]) < 10
 
 
-def test_without_tests_the_run_fails(tmp_path: Path) -> None:
-    assert run(tmp_path).status == 5
+def test_without_tests_the_run_fails(suites: Warm, tmp_path: Path) -> None:
+    assert run(suites, tmp_path).status == 5
 
 
-def test_two_sigterms_leave_no_process(tmp_path: Path) -> None:
+def test_two_sigterms_leave_no_process(suites: Warm, tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text(
         "import os, psutil, signal\ndef test_it():\n    watching = psutil.Process().parent().ppid()\n"
         "    os.kill(watching, signal.SIGTERM)\n    os.kill(watching, signal.SIGTERM)\n    signal.pause()\n"
     )
-    ended = run(tmp_path)
+    ended = run(suites, tmp_path)
     assert ended.status == 128 + signal.SIGTERM
     assert ended.left == []

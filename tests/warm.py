@@ -1,14 +1,15 @@
 """Programs that start at once: forks of one that has imported torch and Lightning already, which takes seconds.
 
-What such a program starts itself, as the launchers do, it starts as ever. It has its own session, directory,
-environment and arguments, is ``__main__``, and ends as a program of its own would: with its threads, what it has
-registered with ``atexit``, the interpreter's own end, and its exit code. That end leaves alone what was imported for
-the program.
+What such a program starts itself, as the launchers do, it starts as ever, but for as many scripts as it is given
+children for. It has its own session, directory, environment and arguments, is ``__main__``, and ends as a program of
+its own would: with its threads, what it has registered with ``atexit``, the interpreter's own end, and its exit code.
+That end leaves alone what was imported for the program.
 
 Run as a program itself, with the number of a listening socket and the modules to import: each connection to it asks for
 one program.
 """
 
+import _posixsubprocess
 import atexit
 import ctypes
 import gc
@@ -115,7 +116,15 @@ class Warm:
             env=environment(),
         )
 
-    def start(self, argv: Sequence[str], *, output: int, cwd: Path, env: Mapping[str, str] | None = None) -> Running:
+    def start(
+        self,
+        argv: Sequence[str],
+        *,
+        output: int,
+        cwd: Path,
+        env: Mapping[str, str] | None = None,
+        children: int = 0,
+    ) -> Running:
         """Starts ``python *argv``: a script or ``-m`` and a module, with its arguments.
 
         Args:
@@ -123,8 +132,11 @@ class Warm:
             output: The descriptor that both of its outputs go to.
             cwd: Where it works.
             env: Its environment; by default that of the tests, without what pytest puts there.
+            children: How many of the scripts that it starts with its own interpreter are forks, too, and its children
+                all the same. Later ones import everything themselves.
         """
-        order = {"argv": [*argv], "cwd": str(cwd), "env": environment() if env is None else dict(env)}
+        env = environment() if env is None else dict(env)
+        order = {"argv": [*argv], "cwd": str(cwd), "env": env, "children": children}
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         connection.settimeout(self._start_s)
         connection.connect(self._listener.getsockname())
@@ -132,7 +144,13 @@ class Warm:
         return Running(connection)
 
     def run(
-        self, argv: Sequence[str], cwd: Path, *, timeout_s: float, envs: Sequence[Mapping[str, str]] = ({},)
+        self,
+        argv: Sequence[str],
+        cwd: Path,
+        *,
+        timeout_s: float,
+        envs: Sequence[Mapping[str, str]] = ({},),
+        children: int = 0,
     ) -> tuple[list[int], str]:
         """The exit codes of programs, and what they and all that they have started have said until they ended.
 
@@ -141,6 +159,7 @@ class Warm:
             cwd: See `start`.
             timeout_s: How long they have in all.
             envs: What is added to the environment of each program.
+            children: Of each program; see `start`.
 
         Raises:
             TimeoutError: The last of them has not closed its output by then.
@@ -151,7 +170,8 @@ class Warm:
             try:
                 try:
                     for env in envs:
-                        running.append(self.start(argv, output=writer, cwd=cwd, env=environment() | env))
+                        env = environment() | env
+                        running.append(self.start(argv, output=writer, cwd=cwd, env=env, children=children))
                 finally:
                     os.close(writer)
                 output = _read(pipe, deadline)
@@ -243,6 +263,75 @@ def watched(connection: socket.socket) -> dict[str, Any]:
     return order
 
 
+def with_children(order: dict[str, Any]) -> dict[str, Any]:
+    """Returns in the program, and in each child of it that has something to run: with what that is."""
+    waiting: list[tuple[int, socket.socket]] = []
+    for _ in range(order["children"]):
+        here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        if (pid := os.fork()) == 0:
+            for end in (here, *(end for _, end in waiting)):
+                end.close()
+            return waited_for(there)
+        there.close()
+        waiting.append((pid, here))
+    if waiting:
+        hand_out(waiting)
+    return order
+
+
+def waited_for(connection: socket.socket) -> dict[str, Any]:
+    """What a child is to run; it ends with its program where it never is."""
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for number in range(3):
+        os.dup2(nothing, number)  # it is not waited for as long as it says nothing
+    os.close(nothing)
+    text, outputs, _, _ = socket.recv_fds(connection, 1 << 20, 3)
+    connection.close()
+    if not text:
+        os._exit(0)
+    for target, number in enumerate(outputs):
+        os.dup2(number, target)
+        os.close(number)
+    order: dict[str, Any] = json.loads(text)
+    if order["has_session"]:
+        os.setsid()
+    # As in an interpreter that has just started, and unlike in the program.
+    random.seed()
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed()
+    return order
+
+
+def hand_out(waiting: list[tuple[int, socket.socket]]) -> None:
+    """Has the next scripts that this process starts run in children which wait for that."""
+    # The latter before Python 3.11.
+    owner, name = (subprocess, "_fork_exec") if hasattr(subprocess, "_fork_exec") else (_posixsubprocess, "fork_exec")
+    fork_exec = getattr(owner, name)
+
+    def fork_or_exec(*arguments: Any) -> int:
+        command = [os.fsdecode(word) for word in arguments[0]]
+        cwd, env, read_in, _, _, write_out, _, write_errors = arguments[4:12]
+        is_unbuffered = command[1:2] == ["-u"]
+        argv = command[1 + is_unbuffered :]
+        if not waiting or command[0] != sys.executable or not argv or argv[0].startswith("-"):
+            return int(fork_exec(*arguments))
+        pid, connection = waiting.pop(0)
+        pairs = (os.fsdecode(pair).partition("=") for pair in env or ())
+        order = {
+            "argv": argv,
+            "cwd": os.getcwd() if cwd is None else os.fsdecode(cwd),
+            "env": dict(os.environ) if env is None else {name: value for name, _, value in pairs},
+            "is_unbuffered": is_unbuffered,
+            "has_session": bool(arguments[15]),
+        }
+        outputs = [own if number == -1 else number for own, number in enumerate((read_in, write_out, write_errors))]
+        socket.send_fds(connection, [json.dumps(order).encode()], outputs)
+        connection.close()
+        return pid
+
+    setattr(owner, name, fork_or_exec)
+
+
 def leave(names: Iterable[str]) -> None:
     """Keeps modules from the end of the interpreter: what is no longer in the list is not taken apart."""
     modules = {name: sys.modules.pop(name, None) for name in names}
@@ -263,7 +352,9 @@ def become(order: dict[str, Any]) -> None:
 
     # As an installed Python does when it starts.
     exec((Path(running.__path__[0]) / "lightning_ncclsafe.pth").read_text())
-    if rank := os.environ.get("LOCAL_RANK"):
+    if order.get("is_unbuffered"):
+        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    if rank := os.environ.get("RANK") or os.environ.get("LOCAL_RANK"):
         from lightning_utilities.core.rank_zero import rank_zero_only
 
         # Lightning looks for it when it is imported.
@@ -293,6 +384,7 @@ def main() -> None:
     huge_pages.use()
     order = serve(socket.socket(fileno=int(sys.argv[1])))
     if order is not None:
+        order = with_children(order)
         left += [name for name in sys.modules if not name.startswith(("__main__", *TAKEN_APART))]
         become(order)
 

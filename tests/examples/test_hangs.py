@@ -48,7 +48,7 @@ class Outcome:
 def run_program(warm: Warm, folder: Path, name: str, *options: str) -> Outcome:
     argv = [str(HANGS / f"{name}.py"), f"--root-dir={folder}", *options]
     if options != FORKED:
-        (code,), output = warm.run(argv, folder, timeout_s=LIMIT_S)
+        (code,), output = warm.run(argv, folder, timeout_s=LIMIT_S, children=options == UNSEEDED[1:])
         return Outcome(folder, code, output)
     with (folder / "output").open("w") as file:
         program = warm.start(argv, output=file.fileno(), cwd=folder)

@@ -94,7 +94,8 @@ def under_two_agents(warm: Warm, folder: Path, root: Path) -> Outcome:
         f"--root-dir={root}",
     ]
     envs = [{"NODES": "2", "ONCE": str(marker), "PET_NODE_RANK": str(node)} for node in range(2)]
-    codes, output = warm.run([*agent, *program], folder, timeout_s=LIMIT_S, envs=envs)
+    # One for each start.
+    codes, output = warm.run([*agent, *program], folder, timeout_s=LIMIT_S, envs=envs, children=2)
     return Outcome(codes, output, root)
 
 

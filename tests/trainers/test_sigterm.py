@@ -75,7 +75,8 @@ def run_program(warm: Warm, folder: Path, launcher: str, *options: str) -> Outco
     argv = [*(TORCHRUN if launcher == "torchrun" else ()), str(SCENARIO), *options, f"--root-dir={folder}"]
     devices = next((int(option.split("=")[1]) for option in options if option.startswith("--devices")), 2)
     envs = ranks_of(devices) if launcher == "cluster" else [{}]
-    codes, output = warm.run(argv, folder, timeout_s=LIMIT_S, envs=envs)
+    # All ranks that a launcher starts.
+    codes, output = warm.run(argv, folder, timeout_s=LIMIT_S, envs=envs, children=0 if launcher == "cluster" else 2)
     ranks = {int(rank): Rank(*map(int, counts)) for rank, *counts in re.findall(HAS_MADE, output)}
     return Outcome(max(codes, key=abs), output, ranks, folder)
 

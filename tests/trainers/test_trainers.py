@@ -52,7 +52,9 @@ def run_program(warm: Warm, folder: Path, *arguments: str) -> Outcome:
     launcher, options = (arguments[0], arguments[1:]) if arguments[0] in LAUNCHERS else ("", arguments)
     argv = [*(TORCHRUN if launcher == "torchrun" else ()), str(SCENARIO), *options, f"--root-dir={folder / 'root'}"]
     ranks = ranks_of(int(options[options.index("--devices") + 1])) if launcher == "cluster" else [{}]
-    codes, output = warm.run(argv, folder, timeout_s=LIMIT_S, envs=ranks)
+    # All ranks that a launcher starts as programs.
+    children = 2 if launcher == "torchrun" else int(not launcher and "fork" not in options)
+    codes, output = warm.run(argv, folder, timeout_s=LIMIT_S, envs=ranks, children=children)
     return ended(codes, output, folder)
 
 

@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from operator import gt
 from pathlib import Path
 from typing import Any
@@ -195,11 +196,28 @@ OTHERS: set[int] = set()
 """Processes that were there before the test: other tests' programs are started by one."""
 
 
-def children() -> list[psutil.Process]:
+def pids_of_children(pid: int) -> set[int]:
+    """Those that have ended included, and without a look at all processes of the machine, which psutil takes."""
+    found: set[int] = set()
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        with suppress(OSError):  # it has ended
+            found.update(map(int, (thread / "children").read_text().split()))
+    return found
+
+
+def children(pid: int) -> list[psutil.Process]:
+    """Those of a process that live and are the test's."""
+    living = []
+    for child in sorted(pids_of_children(pid) - OTHERS):
+        with suppress(psutil.NoSuchProcess):
+            if (process := psutil.Process(child)).status() != psutil.STATUS_ZOMBIE:
+                living.append(process)
+    return living
+
+
+def own_children() -> list[psutil.Process]:
     """All that live of the test, but for what multiprocessing starts once for itself."""
-    every = [child for child in psutil.Process().children() if child.pid not in OTHERS]
-    living = [child for child in every if child.status() != psutil.STATUS_ZOMBIE]
-    return [child for child in living if not any("resource_tracker" in part for part in child.cmdline())]
+    return [child for child in children(os.getpid()) if not any("resource_tracker" in part for part in child.cmdline())]
 
 
 @pytest.fixture(autouse=True)
@@ -207,10 +225,10 @@ def nothing_left_behind() -> Iterator[None]:
     """No test leaves a process, and none needs the garbage collector for that."""
     gc.disable()
     OTHERS.clear()
-    OTHERS.update(child.pid for child in psutil.Process().children())
+    OTHERS.update(pids_of_children(os.getpid()))
     yield
     gc.enable()
-    assert children() == []
+    assert own_children() == []
 
 
 @pytest.mark.parametrize("user_workers", [0, 2])
@@ -221,12 +239,15 @@ def test_resizing_keeps_stock_order_and_random_streams(kind: str, user_workers: 
     torch.manual_seed(3)
     loader = KINDS[kind](num_workers=user_workers)
     tuned = tuned_of(loader, user_workers)
-    seen = set()
+    # Three changes of all batches of both epochs: each starts processes.
+    last = sum(map(len, expected[0])) - 1
+    sizes = dict(zip(sorted(chance.sample(range(last), 3)), chance.sample([0, 1, 2, 3], 3), strict=True))
+    steps, seen = iter(range(last + 1)), set()
 
     def maybe_resize() -> None:
         seen.add(tuned.workers)
-        if chance.random() < 0.25:
-            tuned.resize(chance.choice([0, 1, 3]))
+        if (size := sizes.get(next(steps))) is not None:
+            tuned.resize(size)
 
     assert read(loader, tuned.begin, maybe_resize) == expected
     assert len(seen) > 1
@@ -245,15 +266,15 @@ def test_persistent_workers_live_on_until_resized(kind: str, at: str) -> None:
     def each() -> None:
         nonlocal count
         count += 1
-        pids.append([child.pid for child in children()])
+        pids.append([child.pid for child in own_children()])
         if (at, count) in (("in the middle", 4), ("between epochs", len(expected[0][0]))):
             tuned.resize(2)
 
     assert read(loader, tuned.begin, each) == expected
     assert len({tuple(found) for found in pids}) == (1 if at == "never" else 2)
-    assert len(children()) == (1 if at == "never" else 2)
+    assert len(own_children()) == (1 if at == "never" else 2)
     tuned.close()
-    assert children() == []
+    assert own_children() == []
 
 
 def test_without_order_each_sample_comes_once() -> None:
@@ -332,7 +353,7 @@ def test_an_epoch_continues_after_another_was_started(persists: bool) -> None:
     first = tuned.begin()
     seen = [int(next(first)) for _ in range(5)]
     second = tuned.begin()
-    assert len(children()) == 1
+    assert len(own_children()) == 1
     pairs = [(int(next(first)), int(next(second))) for _ in range(5)]
     assert pairs == [(5 + number, number) for number in range(5)]
     assert seen + [int(batch) for batch in first] == [0, 1, 2, 3, 4, *range(10, 23)]
@@ -402,9 +423,7 @@ def test_each_worker_runs_worker_init_fn_once_and_pools_do_not_overlap() -> None
     def note(worker_id: int) -> None:
         with begun.get_lock():
             begun[worker_id] += 1
-            others = [other for other in psutil.Process(os.getppid()).children() if other.pid not in OTHERS]
-            most = sum(other.status() != psutil.STATUS_ZOMBIE for other in others)
-            alive[worker_id] = max(alive[worker_id], most)
+            alive[worker_id] = max(alive[worker_id], len(children(os.getppid())))
 
     tuned = tuned_of(DataLoader(Items(30), worker_init_fn=note), 2)
     sizes = []
@@ -443,7 +462,7 @@ def test_next_workers_start_while_the_last_ones_end(tmp_path: Path) -> None:
 
 def left_behind() -> tuple[int, int, int]:
     return (
-        len(children()),
+        len(own_children()),
         len([*Path("/proc/self/fd").iterdir()]),
         len([*Path("/dev/shm").glob(f"torch_{os.getpid()}_*")]),
     )
@@ -459,10 +478,10 @@ def test_nothing_is_left_behind(by: str) -> None:
     tuned.resize(1)
     for _ in range(6):
         next(epoch)
-    assert len(children()) == before[0] + 1
+    assert len(own_children()) == before[0] + 1
     if by == "close":
         tuned.close()
-        assert len(children()) == before[0]
+        assert len(own_children()) == before[0]
     if by == "end":
         assert len([batch.shape for batch in epoch]) == 25
     del epoch
@@ -474,9 +493,9 @@ def test_nothing_is_left_behind(by: str) -> None:
 def test_persistent_workers_end_with_their_loader() -> None:
     tuned = tuned_of(DataLoader(Items(), num_workers=1, persistent_workers=True), 1)
     [*tuned.begin()]
-    assert len(children()) == 1
+    assert len(own_children()) == 1
     del tuned
-    assert children() == []
+    assert own_children() == []
 
 
 def test_an_epoch_continues_after_the_end_of_tuning() -> None:
@@ -518,7 +537,7 @@ def test_a_killed_worker_does_not_make_the_training_step_raise() -> None:
     tuned = tuned_of(DataLoader(Items()), 1, say=Lines())
     epoch = tuned.begin()
     next(epoch)
-    (worker,) = children()
+    (worker,) = own_children()
     worker.kill()
     # Torch's handler of SIGCHLD runs in the main thread, between any two lines of it.
     psutil.wait_procs([worker], timeout=10)
@@ -542,7 +561,7 @@ def test_killed_added_workers_fall_back_to_the_users_count() -> None:
     tuned.resize(3)
     next(epoch)
     next(epoch)
-    for worker in children():
+    for worker in own_children():
         worker.kill()
     seen = [int(next(epoch)) for _ in range(4)]
     assert seen == [3, 4, 5, 6]
@@ -588,7 +607,7 @@ def test_workers_that_fail_to_start_leave_the_earlier_ones(monkeypatch: pytest.M
     start = multiprocessing.process.BaseProcess.start
 
     def at_most_two(process: Any) -> None:
-        if len(children()) == 2:
+        if len(own_children()) == 2:
             raise OSError(11, "Resource temporarily unavailable")
         start(process)
 
@@ -596,7 +615,7 @@ def test_workers_that_fail_to_start_leave_the_earlier_ones(monkeypatch: pytest.M
     tuned.resize(3)
     next(epoch)
     next(epoch)
-    assert len(children()) == 1
+    assert len(own_children()) == 1
     assert [int(batch) for batch in epoch] == list(range(3, 23))
     assert len(lines) == 1 and "Resource temporarily unavailable" in lines[0] and "with 1 worker" in lines[0]
     assert tuned.workers == 1 and tuned.frozen
