@@ -347,8 +347,6 @@ AGAIN: dict[str, Callable[[Path], None]] = {
 def fork_each(folder: Path, names: list[str]) -> str | None:
     """Forks a process for each case; returns its case there, and None here, when all have ended."""
     cases: dict[int, str] = {}
-    # So that the end of each does not look at everything that was imported.
-    gc.freeze()
     for name in names:
         (folder / name).mkdir(exist_ok=True)
         pid = os.fork()
@@ -374,6 +372,8 @@ def main() -> None:
     if "--own-mounts" in options:
         leave_mounts()
     name: str | None = names[0]
+    # So that the end of each process does not look at everything that was imported.
+    gc.freeze()
     # A launcher that starts this program again has one case for it, and takes its output.
     if "LOCAL_RANK" not in os.environ:
         name = fork_each(Path(folder), names)

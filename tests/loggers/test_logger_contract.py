@@ -936,6 +936,8 @@ def wandb_offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    # It asks whether it was started from its own queues, and imports hundreds of modules for that.
+    monkeypatch.setitem(sys.modules, "wandb.sdk.launch", None)
     yield wandb
     wandb.teardown()
 

@@ -65,6 +65,7 @@ def run_ranks(
     launcher_kills_after_s: float | None = None,
     write_logs: Callable[[float], None] = lambda _: None,
     report_dir: Path | None = None,
+    until_reported: bool = False,
 ) -> Ranks:
     """Runs ``body(rank)`` in every rank under a guard.
 
@@ -80,6 +81,7 @@ def run_ranks(
         launcher_kills_after_s: How long after the end of the first rank all others are killed.
         write_logs: What each rank does between the verdict and its end.
         report_dir: The folder of reports; in ``folder`` by default.
+        until_reported: Whether all are killed as soon as there is a report: one that computes takes a core meanwhile.
     """
     limits = Limits(suspect_after_s=suspect_after_s, timeout_s=timeout_s, on_timeout="abort")
     reports_to = report_dir or folder / "reports"
@@ -105,6 +107,8 @@ def run_ranks(
     deadline = time.monotonic() + timeout_s + patience_s
     # A rank that cannot end by itself is waited for no longer than the others.
     while time.monotonic() < deadline and (running := [p for p in processes if can_end(p)]):
+        if until_reported and any(reports_to.glob("*/report.json")):
+            break
         ended = multiprocessing.connection.wait([process.sentinel for process in running], timeout=0.5)
         if ended and launcher_kills_after_s is not None:
             deadline = min(deadline, time.monotonic() + launcher_kills_after_s)

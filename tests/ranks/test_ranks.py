@@ -120,7 +120,7 @@ def test_a_rank_that_holds_the_gil_is_named_with_its_line(tmp_path: Path) -> Non
             sum(itertools.repeat(1, 10**12))  # <- gil
         all_reduce()
 
-    (diagnosis, *_) = run_ranks(2, body, tmp_path, timeout_s=6, patience_s=2).diagnoses
+    (diagnosis, *_) = run_ranks(2, body, tmp_path, timeout_s=6, patience_s=2, until_reported=True).diagnoses
     assert (diagnosis.findings[0].rule, diagnosis.findings[0].ranks) == ("gil-held", (1,))
     assert f"{HERE}:{line_of('gil')}" in diagnosis.findings[0].location
 

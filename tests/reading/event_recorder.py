@@ -11,6 +11,7 @@ import random
 from collections import defaultdict, deque
 from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -497,7 +498,9 @@ class Job:
         return max(enumerate(done), key=lambda one: (one[1][0], one[0]))[1][1] if done else -1
 
 
+@cache
 def _frames(words: str) -> list[dict[str, Any]]:
+    """Of equal stacks a dump holds the frames once."""
     op = words.split(":")[-1].split(" ")[0]
     return [
         {"name": op, "filename": "/opt/torch/distributed/distributed_c10d.py", "line": 2501},
