@@ -5,10 +5,11 @@ import multiprocessing.connection
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -106,12 +107,12 @@ def run_ranks(
         guarded.acquire(timeout=STARTS_S)
     deadline = time.monotonic() + timeout_s + patience_s
     # A rank that cannot end by itself is waited for no longer than the others.
-    while time.monotonic() < deadline and (running := [p for p in processes if can_end(p)]):
-        if until_reported and any(reports_to.glob("*/report.json")):
-            break
-        ended = multiprocessing.connection.wait([process.sentinel for process in running], timeout=0.5)
-        if ended and launcher_kills_after_s is not None:
-            deadline = min(deadline, time.monotonic() + launcher_kills_after_s)
+    wait_for_ends(
+        processes,
+        deadline,
+        launcher_kills_after_s,
+        lambda: until_reported and any(reports_to.glob("*/report.json")),
+    )
     for process in processes:
         process.kill()
         process.join()
@@ -121,6 +122,16 @@ def run_ranks(
         diagnoses=[read_report(path.read_bytes()) for path in reports],
         said="".join(_without_gloos(path.read_text()) for path in sorted(folder.glob("said-*"))),
     )
+
+
+def wait_for_ends(
+    processes: Sequence[BaseProcess], deadline: float, kill_after_s: float | None, is_enough: Callable[[], bool]
+) -> None:
+    """Until no rank can end by itself any more, or enough is known, or the launcher would kill them."""
+    while time.monotonic() < deadline and not is_enough() and (running := [p for p in processes if can_end(p)]):
+        ended = multiprocessing.connection.wait([process.sentinel for process in running], timeout=0.5)
+        if ended and kill_after_s is not None:
+            deadline = min(deadline, time.monotonic() + kill_after_s)
 
 
 def _rank(
@@ -190,7 +201,7 @@ def _without_gloos(text: str) -> str:
     return "".join(line for line in text.splitlines(keepends=True) if not line.startswith("[Gloo] Rank "))
 
 
-def can_end(process: multiprocessing.process.BaseProcess) -> bool:
+def can_end(process: BaseProcess) -> bool:
     """Whether a process runs and will react: one that is stopped has to be killed."""
     if not process.is_alive():
         return False
