@@ -14,6 +14,7 @@ import atexit
 import ctypes
 import gc
 import importlib
+import importlib.metadata
 import json
 import os
 import random
@@ -64,6 +65,9 @@ START_S = 50
 # /etc/hosts does not have in the form ::ffff:127.0.0.1. Where a name server loses the question, a rank would wait for
 # 5 s in the constructor of its store. Also for what is forked from whatever imports this.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
+# Lightning asks for them with each Trainer, and what every installed package says would be read each time: 30 ms.
+importlib.metadata.entry_points = importlib.metadata.entry_points().select
 
 
 class Running:
