@@ -39,9 +39,15 @@ class ReplacedMethod:
     def __reduce__(self) -> Any:
         return getattr, (self._owner, self._name)
 
-    def remove(self) -> None:
-        """Restores the object; what somebody else has put in this one's place stays, and may go on calling it."""
+    def remove(self, then: Callable[..., Any] | None = None) -> None:
+        """Restores the object; what somebody else has put in this one's place stays, and may go on calling it.
+
+        Args:
+            then: What callers that kept a reference call from now on; None for the method.
+        """
         self._is_removed = True
+        if then is not None:
+            self.original = then
         if vars(self._owner).get(self._name) is not self:
             return
         vars(self._owner).pop(self._name)

@@ -97,6 +97,8 @@ class StopSignal:
         self._methods: list[ReplacedMethod] = []
         self._wakeup = _Wakeup()
         self._takes_slurms = takes_slurms
+        self._handler: ReplacedMethod | None = None
+        self._has_failed = False
         self.is_to_requeue = False
 
     def attach(self) -> None:
@@ -107,15 +109,13 @@ class StopSignal:
             WrappedMethod(loop, _BATCH, self._train),
             WrappedMethod(epochs, _EPOCH_END, self._end_epoch),
         ]
-        found: list[tuple[Any, str, Callable[..., Any]]] = [
-            (loop, _BROADCAST, lambda: None),
-            (connector, _HANDLER, self._handle),
-        ]
-        if self._takes_slurms:
-            found.append((connector, _SLURMS, self._handle_slurms))
-        for owner, name, call in found:
-            if hasattr(owner, name):
-                self._methods.append(ReplacedMethod(owner, name, call))
+        if hasattr(loop, _BROADCAST):
+            self._methods.append(ReplacedMethod(loop, _BROADCAST, lambda: None))
+        if hasattr(connector, _HANDLER):
+            self._handler = ReplacedMethod(connector, _HANDLER, self._handle)
+            self._methods.append(self._handler)
+        if self._takes_slurms and hasattr(connector, _SLURMS):
+            self._methods.append(ReplacedMethod(connector, _SLURMS, self._handle_slurms))
         self._wakeup.open()
         _attached.append(self)
 
@@ -127,13 +127,23 @@ class StopSignal:
                 if any(method is handler for handler in handlers):
                     method(signum, None)
 
+    def fail(self) -> None:
+        """Called when this rank's call has failed, before :meth:`detach`: signals are only noted from then on.
+
+        A launcher sends SIGTERM to the ranks that are left, while their exceptions are still being printed. Lightning's
+        handler would broadcast it to ranks of which some are gone: on gloo it raises amid whatever it interrupts, on
+        NCCL it waits for them.
+        """
+        self._has_failed = True
+
     def detach(self) -> None:
         """Restores Lightning's methods, and lets Lightning know whether SIGTERM was received."""
         if self._agreement.is_asked:
             self._trainer._signal_connector.received_sigterm = True
         self._wakeup.close()
         while self._methods:
-            self._methods.pop().remove()
+            method = self._methods.pop()
+            method.remove(then=self._note if self._has_failed and method is self._handler else None)
         if self in _attached:
             _attached.remove(self)
 
@@ -168,6 +178,9 @@ class StopSignal:
         """Handles SIGTERM, which may interrupt the main thread anywhere, even while it holds one of our locks."""
         launcher = self._trainer.strategy.launcher
         self._agreement.receive((lambda: launcher.kill(signum)) if launcher is not None else lambda: None)
+
+    def _note(self, signum: int, frame: Any) -> None:
+        self._trainer._signal_connector.received_sigterm = True
 
     def _handle_slurms(self, signum: int, frame: Any) -> None:
         """Handles SLURM's signal some time before the job's limit; a SIGTERM that follows changes nothing."""

@@ -166,6 +166,11 @@ class Features:
             self._stop.poll()
         self.saved_at_end.poll()
 
+    def fail(self) -> None:
+        """Called when this rank's call has failed."""
+        if self._stop_signal is not None:
+            self._stop_signal.fail()
+
     def leave(self) -> None:
         """Called when this rank has no further batch."""
         if self._stop is not None:

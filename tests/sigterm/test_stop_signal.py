@@ -215,6 +215,19 @@ def test_detaching_restores_lightning(trainer: Trainer, stop: StopSignal) -> Non
     assert trainer._signal_connector.handled == [signal.SIGTERM], "a kept reference to the handler is Lightning's again"
 
 
+@pytest.mark.parametrize("has_failed", [False, True])
+def test_a_signal_after_a_failed_call_is_only_noted(trainer: Trainer, stop: StopSignal, has_failed: bool) -> None:
+    """Lightning's handler, which the process still has, would broadcast to ranks that are gone."""
+    handler = trainer._signal_connector._sigterm_notifier_fn
+    if has_failed:
+        stop.fail()
+    stop.detach()
+    assert not trainer._signal_connector.received_sigterm
+    handler(signal.SIGTERM, None)
+    assert trainer._signal_connector.handled == ([] if has_failed else [signal.SIGTERM])
+    assert trainer._signal_connector.received_sigterm is has_failed
+
+
 def test_a_lightning_without_broadcast_is_supported(trainer: Trainer, agreement: Agreement, stop: StopSignal) -> None:
     stop.detach()
     trainer.fit_loop.epoch_loop = SimpleNamespace(advance=lambda batch: batch)
