@@ -25,6 +25,22 @@ def test_a_short_timeout_halves_suspect_after(timeout_s: float, suspect_after_s:
     assert check_limits(None, timedelta(seconds=timeout_s), "report").suspect_after_s == suspect_after_s
 
 
+@pytest.mark.parametrize(
+    ("phases", "shortest_s", "longest_s"),
+    [
+        (None, 90.0, 90.0),
+        ({"checkpoint": 1200.0}, 90.0, 1200.0),
+        ({"checkpoint": 1200.0, "train": 60.0}, 60.0, 1200.0),
+        ({"train": 60.0}, 60.0, 90.0),
+    ],
+)
+def test_the_limits_of_all_phases_are_between_two(
+    phases: dict[str, float] | None, shortest_s: float, longest_s: float
+) -> None:
+    limits = check_limits(None, 90.0, "abort", phases or {})
+    assert (limits.shortest_s, limits.longest_s) == (shortest_s, longest_s)
+
+
 @pytest.mark.parametrize("suspect_after", [30, 30.0, timedelta(seconds=30)])
 @pytest.mark.parametrize("timeout", [90, 90.0, timedelta(seconds=90)])
 def test_durations_and_seconds_are_equivalent(suspect_after: Any, timeout: Any) -> None:

@@ -28,7 +28,14 @@ def short_times(monkeypatch: pytest.MonkeyPatch) -> None:
 class Rank:
     """A rank that has joined a process group of one and waits in a collective, with what its detector looks at."""
 
-    def __init__(self, *, learned: bool = False, timeout_s: float = 1000.0, on_timeout: OnTimeout = "abort") -> None:
+    def __init__(
+        self,
+        *,
+        learned: bool = False,
+        timeout_s: float = 1000.0,
+        on_timeout: OnTimeout = "abort",
+        phases_s: dict[str, float] | None = None,
+    ) -> None:
         self.state = GuardState()
         self.probe = HandMadeProbe(0, 1)
         self.probe.waits = True
@@ -38,7 +45,13 @@ class Rank:
         place = Place(rank=0, local_rank=0, world_size=1, local_world_size=1)
         own = GuardedRank(
             place=place,
-            limits=Limits(suspect_after_s=0.1, timeout_s=timeout_s, on_timeout=on_timeout, learned=learned),
+            limits=Limits(
+                suspect_after_s=0.1,
+                timeout_s=timeout_s,
+                on_timeout=on_timeout,
+                learned=learned,
+                phases_s=phases_s or {},
+            ),
             state=self.state,
             connection=connection,
             probe=self.probe,  # type: ignore[arg-type]
@@ -115,3 +128,16 @@ def test_a_rank_that_takes_part_in_its_first_tick_knows_that_it_stood_still() ->
     one.state.open_incident = one.detector.incident(IncidentKind.SUSPECT, 5.0)
     one.detector.note_idle(5.0)
     assert one.recovers(0.1, 0.2) == [None, 5.0]
+
+
+@pytest.mark.parametrize(
+    ("phases_s", "shortest_s"),
+    [({}, 1000.0), ({"checkpoint": 20.0}, 20.0), ({"checkpoint": 3000.0}, 1000.0)],
+)
+def test_an_incident_tells_the_shortest_limit_of_all_phases(phases_s: dict[str, float], shortest_s: float) -> None:
+    one = Rank(phases_s=phases_s)
+    incident = one.detector.incident(IncidentKind.SUSPECT, 5.0)
+    assert (incident.timeout_s, incident.shortest_timeout_s) == (1000.0, shortest_s)
+    one.state.open_incident = incident
+    at_limit = one.detector.incident(IncidentKind.TIMEOUT, 3001.0)
+    assert (at_limit.number, at_limit.shortest_timeout_s) == (incident.number, shortest_s)

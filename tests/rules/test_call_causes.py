@@ -14,6 +14,7 @@ from builders import (
     ENGINE,
     GLOO,
     NCCL,
+    NEXT,
     NEXT_DATA,
     RUN,
     SIGTERM,
@@ -569,6 +570,30 @@ def test_a_new_call_that_only_some_ranks_have_to_make_may_be_in_another_order() 
     assert judge(replicas("gradients", of=(0, 1, 2))).findings[0].rule == "crossed-groups"
 
 
+def _voting(description: str, frame: Frame) -> JobFacts:
+    """Rank 1 is between batches, in a group of this description; the others are in a call of the batch before."""
+
+    def rank(number: int) -> RankFacts:
+        if number == 1:
+            base = GLOO.rank(1, frame, seq=60, action=NEXT, batch=12)
+        else:
+            line = user("training_step", 79)
+            base = GLOO.rank(number, line, ALL_REDUCE, seq=61, outstanding=1, action=TRAINING_STEP)
+        votes = Group(name="1", description=description, ranks=(0, 1, 2, 3), last_enqueued=7, last_completed=7)
+        vote = Collective(group="1", seq=8, op="all_reduce", backend="gloo", input_sizes=((1,),))
+        groups, calls = (replace(votes, last_enqueued=8), (vote,)) if number == 1 else (votes, ())
+        return replace(base, groups=(*base.groups, groups), collectives=(*base.collectives, *calls))
+
+    return job(*map(rank, range(4)))
+
+
+def test_a_rank_that_votes_on_the_next_batch_is_in_no_circle() -> None:
+    told = judge(_voting(VOTE_GROUP, VOTE)).findings
+    assert "crossed-groups" not in {finding.rule for finding in told}
+    assert (told[0].rule, told[0].ranks) == ("diverged-collectives", (1,))
+    assert judge(_voting("metrics", ALL_REDUCE)).findings[0].rule == "crossed-groups"
+
+
 def test_nccl_says_between_whom_a_receive_is() -> None:
     def rank(number: int) -> RankFacts:
         call = Collective(group="0", seq=1, op=f"recv {number}<-{1 - number}", backend="nccl", is_p2p=True)
@@ -631,14 +656,107 @@ def test_a_rank_that_is_ahead_may_have_skipped_more() -> None:
     assert "skipped-step" not in found(job(*ranks))
 
 
-def test_the_limit_of_another_phase_is_no_misuse() -> None:
-    """The default group's timeout follows the phases; the rank that asked is in one with a longer limit."""
+def _after_skipping(hook: str = TRAINING_STEP, *, epoch: int = 0, batch: int = 11, is_slow: bool = False) -> JobFacts:
+    """Rank 1 has skipped batch 11 of epoch 0; the others have not got past this batch, and are in this hook of it."""
+    made = StepFacts(with_backward=11, passes_epoch=0, passes_batch=10)
+    skipped = replace(made, skipped=1, skipped_epoch=0, skipped_batch=11)
+    ahead = GLOO.in_sigterm_broadcast(1, seq=61, batch=12)
+    here = {"action": hook, "epoch": epoch, "batch": batch}
+    line = user("training_step", 44)
+    if is_slow:
+        ranks = {n: GLOO.working(n, line, seq=60, **here) for n in (0, 2, 3)}
+    else:
+        ranks = {n: GLOO.rank(n, line, ALL_REDUCE, seq=61, outstanding=1, **here) for n in (0, 2, 3)}  # type: ignore[arg-type]
+    ranks = {n: replace(facts, steps=made) for n, facts in ranks.items()}
+    ranks[1] = replace(ahead, steps=skipped)
+    return scenes.ordered(ranks)
+
+
+def test_a_rank_has_skipped_the_batch_in_whose_step_the_others_wait() -> None:
+    finding = judge(_after_skipping()).findings[0]
+    assert (finding.rule, finding.ranks, finding.confidence) == ("skipped-step", (1,), Confidence.LIKELY)
+    assert finding.summary.startswith("Rank 1 has skipped batch 11 of epoch 0")
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        _after_skipping("[LightningModule]Net.on_train_batch_start"),
+        _after_skipping(batch=10),
+        _after_skipping(epoch=1),
+        _after_skipping(is_slow=True),
+    ],
+    ids=["before its step", "in an earlier batch", "in another epoch", "at work in its step"],
+)
+def test_ranks_that_do_not_wait_in_the_step_of_a_skipped_batch_may_skip_it_yet(facts: JobFacts) -> None:
+    assert "skipped-step" not in found(facts)
+
+
+@pytest.mark.parametrize(
+    ("passes", "under_way", "is_skipped"),
+    [
+        (((0, 0, 1, 1),), (), False),
+        (((0, 0, 2, 2, 2), (0, 3, 1, 1, 1)), (0, 11, 1, 1), False),
+        (((0, 0, 1, 1), (0, 3, 1)), (), True),
+        (((0, 0, 2, 1),), (), True),
+        (((0, 0, 1, 1),), (0, 11, 1), True),
+        ((), (), True),
+    ],
+    ids=["none", "none, in several passes", "one in the end", "every other one", "the one under way", "unknown"],
+)
+def test_passes_that_reduce_nothing_keep_nobody_waiting(
+    passes: tuple[tuple[int, ...], ...], under_way: tuple[int, ...], is_skipped: bool
+) -> None:
+    scene = scenes.step_skipped_by_hand(GLOO)
+    alike = (replace(f, steps=replace(f.steps, passes=passes, under_way=under_way)) for f in scene.ranks)
+    assert ("skipped-step" in found(replace(scene, ranks=tuple(alike)))) is is_skipped
+
+
+def test_passes_of_one_rank_that_are_reduced_keep_it_waiting() -> None:
+    scene = scenes.step_skipped_by_hand(GLOO)
+    kept = (replace(f, steps=replace(f.steps, passes=((0, 0, 1, 1)[: 3 + (f.rank != 2)],))) for f in scene.ranks)
+    assert next(iter(found(replace(scene, ranks=tuple(kept))))) == "skipped-step"
+
+
+def _given_up(shortest_s: float) -> JobFacts:
+    """Rank 0 gave up after 21 s, the timeout of all recent calls of the default group; the limit is half an hour."""
     message = "[gloo/unbound_buffer.cc:78] Timed out waiting 21000ms for recv operation to complete"
     base = GLOO.working(0, seq=60)
     known = replace(base, collectives=tuple(replace(call, timeout_ms=21_000) for call in base.collectives))
     lost = raised(known, "RuntimeError", message, RUN, consequence=True)
     slow = GLOO.working(1, user("training_step", 78), seq=60, action=TRAINING_STEP)
-    assert "timeout-misuse" not in found(job(lost, slow, world=2))
+    facts = job(lost, slow, world=2)
+    return replace(facts, incident=replace(facts.incident, shortest_timeout_s=shortest_s))
+
+
+@pytest.mark.parametrize("shortest_s", [0.0, 6.0, 21.0], ids=["unknown", "shorter", "equal"])
+def test_the_limit_of_another_phase_is_no_misuse(shortest_s: float) -> None:
+    """The default group's timeout follows the phases; the rank that asked is in one with a longer limit."""
+    assert "timeout-misuse" not in found(_given_up(shortest_s))
+
+
+def test_a_usual_timeout_that_is_shorter_than_every_limit_is_the_groups_own() -> None:
+    finding = found(_given_up(1800.0))["timeout-misuse"]
+    assert (finding.ranks, finding.confidence) == ((0,), Confidence.LIKELY)
+    assert "gave up waiting after 21 s" in finding.summary
+    assert "default group has its own timeout" in finding.summary
+
+
+@pytest.mark.parametrize(("shortest_s", "is_reported"), [(1800.0, True), (0.0, False), (6.0, False)])
+def test_a_usual_timeout_that_is_shorter_than_every_limit_is_reported_before_it_strikes(
+    shortest_s: float, is_reported: bool
+) -> None:
+    scene = job(*(GLOO.waiting(n, seq=61) for n in (0, 2, 3)), GLOO.working(1, user("slow", 78), seq=60))
+    ranks = (
+        replace(facts, collectives=tuple(replace(call, timeout_ms=21_000) for call in facts.collectives))
+        for facts in scene.ranks
+    )
+    incident = replace(scene.incident, shortest_timeout_s=shortest_s)
+    told = found(replace(scene, ranks=tuple(ranks), incident=incident))
+    assert ("timeout-misuse" in told) is is_reported
+    if is_reported:
+        misuse = told["timeout-misuse"]
+        assert (misuse.confidence, misuse.ranks) == (Confidence.POSSIBLE, (0, 2, 3))
 
 
 def test_a_save_that_failed_on_all_ranks_left_nobody_behind() -> None:

@@ -9,6 +9,7 @@ from judged import first
 from judged import found as rules
 
 from lightning_ncclsafe.facts import (
+    Action,
     Frame,
     JobFacts,
     LoggedKey,
@@ -377,6 +378,42 @@ def test_a_rank_that_had_fewer_batches_in_the_validation_that_others_end_has_les
     facts = job(replace(ranks[0], progress=last, trainer=replace(validates, validated=4)), ranks[1], world=2)
     assert (first(facts).rule == "uneven-batches") == is_short
     assert out_of_data_first(timeline(facts)) == ((1,) if is_short else ())
+
+
+@pytest.mark.parametrize(
+    ("made", "hook", "is_short"),
+    [
+        (3, "on_validation_batch_end", True),
+        (4, "on_validation_batch_end", False),
+        (0, "on_validation_batch_end", False),
+        (3, "on_validation_epoch_end", False),
+    ],
+    ids=["one fewer", "equally many", "unknown", "past it"],
+)
+@pytest.mark.parametrize("of", ["[LightningModule]Net", "[Callback]Notifying"])
+def test_a_batch_whose_last_hook_others_are_in_counts_for_them(made: int, hook: str, is_short: bool, of: str) -> None:
+    """Rank 1 trains on, and rank 0 waits in a hook after the fourth batch, when it has completed three."""
+    ranks = {facts.rank: facts for facts in _generates(made).ranks}
+    validates = ranks[0].trainer
+    assert validates is not None
+    actions = (Action(name=f"{of}.{hook}", for_s=23.0),)
+    last = replace(ranks[0].progress, batch_idx=3, is_last_batch=True, actions=actions)
+    facts = job(replace(ranks[0], progress=last, trainer=replace(validates, validated=3)), ranks[1], world=2)
+    assert (first(facts).rule == "uneven-batches") == is_short
+    assert out_of_data_first(timeline(facts)) == ((1,) if is_short else ())
+
+
+def test_of_ranks_that_end_a_validation_the_one_with_the_fewest_batches_counts() -> None:
+    """Rank 0 waits after its fourth batch, rank 2 after its third, as many as rank 1 has had."""
+    ranks = {facts.rank: facts for facts in _generates(3).ranks}
+    validates = ranks[0].trainer
+    assert validates is not None
+    actions = (Action(name="[LightningModule]Net.on_validation_batch_end", for_s=23.0),)
+    last = replace(ranks[0].progress, batch_idx=3, is_last_batch=True, actions=actions)
+    long = replace(ranks[0], progress=last, trainer=replace(validates, validated=3))
+    other = replace(long, rank=2, trainer=replace(validates, validated=2))
+    assert out_of_data_first(timeline(job(long, ranks[1], world=2))) == (1,)
+    assert out_of_data_first(timeline(job(long, ranks[1], other, world=3))) == ()
 
 
 @pytest.mark.parametrize("short", [(1,), (1, 2)])

@@ -17,6 +17,7 @@ from test_shifts import of
 from lightning_ncclsafe.facts import Action, Branch, Collective, Decides, Frame, JobFacts, ModelUnit, Phase, UnitKind
 from lightning_ncclsafe.probes.process.control_flow import ControlFlow
 from lightning_ncclsafe.rules.kit.frames import is_in_loop_below, loop_left
+from lightning_ncclsafe.rules.kit.shifts import shift
 from lightning_ncclsafe.rules.kit.timeline import timeline
 from lightning_ncclsafe.rules.kit.user_lines import (
     DecidingBranches,
@@ -505,6 +506,104 @@ def test_a_rank_at_no_line_of_the_users_is_judged_by_what_is_usual() -> None:
 def test_without_a_loop_that_a_rank_has_left_what_is_usual_decides(lines: tuple[int, ...]) -> None:
     finding = first(with_branches(of("rggg", "rggs", "rggs"), replace(LOOP, until=55), lines=lines))
     assert (finding.rule, finding.ranks, finding.location) == ("diverged-collectives", (0,), f"{FILE}:50 in step")
+
+
+def waiting_at(facts: JobFacts, lines: dict[int, Frame], hooks: dict[int, str] | None = None) -> JobFacts:
+    """The same job, whose ranks wait at these lines of the user's, in these hooks."""
+    named = hooks or {}
+    ranks = (
+        replace(
+            one,
+            stack=(MAIN, RUN, lines[one.rank], one.stack[-1]),
+            progress=replace(one.progress, actions=(Action(name=named.get(one.rank, TRAINING_STEP), for_s=23),)),
+        )
+        for one in facts.ranks
+    )
+    return replace(facts, ranks=tuple(ranks))
+
+
+AROUND_BOTH = replace(LOOP, until=55)
+ABOVE = replace(LOOP, until=35)
+
+
+@pytest.mark.parametrize(
+    ("letters", "lines", "branches", "said", "line"),
+    [
+        (("rrg", "rrs", "rrg"), (40, 50, 40), (), "Rank 1 skipped all_gather", 40),
+        (("rrg", "rrs", "rrg"), (40, 50, 40), (ABOVE,), "Rank 1 skipped all_gather", 40),
+        (("rrs", "rrg", "rrs"), (50, 40, 50), (), "Rank 1 called all_gather", 40),
+        (("rrg", "rrs", "rrg"), (40, 50, 40), (AROUND_BOTH,), "Rank 1 called all_reduce", 50),
+        (("rrg", "rrs", "rrg", "rrg"), (40, 50, 40, 52), (), "Rank 1 called all_reduce", 50),
+        (("rrg", "rrs", "rrs", "rrg", "rrg"), (40, 50, 50, 40, 40), (), "Ranks 1-2 skipped all_gather", 40),
+        (("rrg", "rrs", "rrs", "rrg", "rrg"), (40, 50, 38, 40, 40), (), "Ranks 1-2 called all_reduce", 50),
+    ],
+    ids=[
+        "past it",
+        "a loop before both",
+        "before it",
+        "in a loop around both",
+        "not past all of the others",
+        "two past it",
+        "one of two past it",
+    ],
+)
+def test_a_rank_further_down_the_function_has_skipped_the_call(
+    letters: tuple[str, ...], lines: tuple[int, ...], branches: tuple[Branch, ...], said: str, line: int
+) -> None:
+    stacks = {rank: replace(user("step", number), branches=branches) for rank, number in enumerate(lines)}
+    finding = first(waiting_at(of(*letters), stacks))
+    assert (finding.rule, finding.location) == ("diverged-collectives", f"{FILE}:{line} in step")
+    assert finding.summary.startswith(f"{said} (8 elements of Float) at train.py:{line} in step")
+
+
+BATCH_START, BATCH_END = (f"[LightningModule]Net.on_train_batch_{moment}" for moment in ("start", "end"))
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "moved", "is_skipped"),
+    [
+        (BATCH_END, TRAINING_STEP, {}, True),
+        ("[Callback]Notifying.on_train_batch_end", TRAINING_STEP, {}, True),
+        (EPOCH_END, TRAINING_STEP, {}, True),
+        (BATCH_END, TRAINING_STEP, {"batch_idx": 12}, False),
+        (BATCH_END, TRAINING_STEP, {"batch_idx": 10}, False),
+        (BATCH_END, TRAINING_STEP, {"epoch": 1}, False),
+        (BATCH_START, TRAINING_STEP, {}, False),
+        (BATCH_END, BATCH_START, {}, False),
+        (BATCH_END, BATCH_END, {}, False),
+    ],
+    ids=[
+        "its end",
+        "its end, in a callback",
+        "the end of its epoch",
+        "the end of the next batch",
+        "the end of the batch before",
+        "the end of another epoch",
+        "its start",
+        "others at its start",
+        "others at its end",
+    ],
+)
+def test_a_rank_that_has_done_the_step_of_a_batch_has_skipped_the_call_in_it(
+    here: str, there: str, moved: dict[str, int], is_skipped: bool
+) -> None:
+    """The others are in batch 11; they wait in another function, so that lines tell nothing."""
+    lines = {0: user("step", 40), 1: user("average", 50), 2: user("step", 40)}
+    facts = waiting_at(of("rrg", "rrs", "rrg"), lines, {0: there, 1: here, 2: there})
+    past = replace(facts.ranks[1], progress=replace(facts.ranks[1].progress, **moved))  # type: ignore[arg-type]
+    found = shift(timeline(replace(facts, ranks=(facts.ranks[0], past, facts.ranks[2]))), "0")
+    assert found is not None and found.ranks == (1,)
+    expected = ("g", (0, 2), (1,)) if is_skipped else ("s", (1,), (0, 2))
+    assert (found.call.site, found.callers, found.others) == expected
+    assert found.frame == user("step", 40 if is_skipped else 50)
+
+
+def test_of_a_batch_that_is_not_known_no_rank_has_done_the_step() -> None:
+    lines = {0: user("step", 40), 1: user("average", 50), 2: user("step", 40)}
+    facts = waiting_at(of("rrg", "rrs", "rrg"), lines, {1: BATCH_END})
+    assert first(facts).summary.startswith("Rank 1 skipped all_gather")
+    unknown = (replace(one, progress=replace(one.progress, batch_idx=-1)) for one in facts.ranks)
+    assert first(replace(facts, ranks=tuple(unknown))).summary.startswith("Rank 1 called all_reduce")
 
 
 @pytest.mark.parametrize(
