@@ -662,9 +662,12 @@ def _after_skipping(hook: str = TRAINING_STEP, *, epoch: int = 0, batch: int = 1
     skipped = replace(made, skipped=1, skipped_epoch=0, skipped_batch=11)
     ahead = GLOO.in_sigterm_broadcast(1, seq=61, batch=12)
     here = {"action": hook, "epoch": epoch, "batch": batch}
-    stack, last = (user("training_step", 44), ALL_REDUCE), {"seq": 61, "outstanding": 1}
-    stack, last = (stack[:1], {"seq": 60}) if is_slow else (stack, last)
-    ranks = {n: replace(GLOO.rank(n, *stack, **here, **last), steps=made) for n in (0, 2, 3)}  # type: ignore[arg-type]
+    line = user("training_step", 44)
+    if is_slow:
+        ranks = {n: GLOO.working(n, line, seq=60, **here) for n in (0, 2, 3)}
+    else:
+        ranks = {n: GLOO.rank(n, line, ALL_REDUCE, seq=61, outstanding=1, **here) for n in (0, 2, 3)}  # type: ignore[arg-type]
+    ranks = {n: replace(facts, steps=made) for n, facts in ranks.items()}
     ranks[1] = replace(ahead, steps=skipped)
     return scenes.ordered(ranks)
 
