@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Iterator
 
 from lightning_ncclsafe.code.libraries import BACKWARD
-from lightning_ncclsafe.facts import Phase, RankFacts, StepFacts, UnitKind
+from lightning_ncclsafe.facts import Collective, Phase, RankFacts, StepFacts, UnitKind
 from lightning_ncclsafe.rules.kit import (
     Confidence,
     DecidingBranches,
@@ -34,6 +34,7 @@ from lightning_ncclsafe.rules.kit import (
     shift,
     short_location,
     short_place,
+    signature,
     skips_steps,
     unit_of,
     verb,
@@ -237,12 +238,13 @@ def _skipped_more(view: Timeline) -> tuple[int, ...]:
     steps = {rank: facts.steps for rank, facts in sorted(view.facts.items())}
     if not steps or not all(known.with_backward for known in steps.values()):
         return ()
-    if all(_reduces_nothing(known) for known in steps.values()):
-        return ()  # nobody waits for gradients
     # A rank that is some batches ahead may have skipped more that the others will skip, too.
     least = min(steps, key=lambda rank: (steps[rank].skipped, -steps[rank].with_backward))
-    ahead = {rank: _may_be_ahead(view, known, least) for rank, known in steps.items()}
-    return tuple(rank for rank, known in steps.items() if known.skipped - steps[least].skipped > ahead[rank])
+    ahead = {rank: _may_be_ahead(view, rank, least) for rank in steps}
+    skipped = tuple(rank for rank, known in steps.items() if known.skipped - steps[least].skipped > ahead[rank])
+    # If nobody waits for gradients, another call of the batch may be awaited.
+    are_awaited = all(_is_awaited_in_batch(view, rank, least) for rank in skipped)
+    return skipped if are_awaited or not all(map(_reduces_nothing, steps.values())) else ()
 
 
 def _reduces_nothing(steps: StepFacts) -> bool:
@@ -252,16 +254,31 @@ def _reduces_nothing(steps: StepFacts) -> bool:
     return bool(counts) and all(made == kept for made, kept in counts)
 
 
-def _may_be_ahead(view: Timeline, steps: StepFacts, of: int) -> int:
+def _may_be_ahead(view: Timeline, rank: int, of: int) -> int:
     """How many of the batches that one rank has skipped the other may not have reached."""
-    facts = view.facts[of]
-    other, at = facts.steps, facts.progress
+    steps, other = view.facts[rank].steps, view.facts[of].steps
     last = (steps.skipped_epoch, steps.skipped_batch)
-    if min(last) >= 0 and last <= (other.passes_epoch, other.passes_batch):
+    is_past = min(last) >= 0 and last <= (other.passes_epoch, other.passes_batch)
+    if is_past or _is_awaited_in_batch(view, rank, of):
         return 0
-    if last == (at.epoch, at.batch_idx) and of in view.waiting and _is_in_step(facts):
-        return 0  # it waits in a call of the batch that the rank has left
     return max(steps.with_backward + steps.skipped - other.with_backward - other.skipped, 0)
+
+
+def _is_awaited_in_batch(view: Timeline, rank: int, by: int) -> bool:
+    """Whether another rank waits for this one, in the step of the very batch that this one has skipped."""
+    steps, facts = view.facts[rank].steps, view.facts[by]
+    is_there = (steps.skipped_epoch, steps.skipped_batch) == (facts.progress.epoch, facts.progress.batch_idx)
+    call = view.activities[by].collective if by in view.waiting else None
+    return is_there and call is not None and _is_in_step(facts) and _has_left_out(view, rank, call)
+
+
+def _has_left_out(view: Timeline, rank: int, call: Collective) -> bool:
+    """Whether a member of the call's group has not made the call, or has made another one in its place."""
+    called = view.groups_by_name[call.group].enqueued.get(rank)
+    if called is None or called < call.seq:
+        return called is not None
+    own = next((one for one in view.sequences(call.group).get(rank, ()) if one.seq == call.seq), None)
+    return own is not None and (own.site, signature(own)) != (call.site, signature(call))
 
 
 def _finding(view: Timeline, ranks: tuple[int, ...], confidence: Confidence) -> Finding:

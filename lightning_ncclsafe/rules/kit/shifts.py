@@ -156,7 +156,7 @@ def _shift_at(view: Timeline, aligned: dict[int, list[Collective]], index: int, 
         if in_loop is not None:
             return in_loop
         return (
-            _in_one_call(few, many, own[0], theirs[0], before, are_past=_are_past(view, few, many))
+            _in_one_call(few, many, own[0], theirs[0], before, are_past=_are_past(view, few, many, before))
             if is_majority
             else _against_habit(aligned, index, ranks, before)
         )
@@ -216,17 +216,29 @@ def _users(call: Collective) -> tuple[Frame, ...]:
     return tuple(frame for frame in inside_trainer(call.stack) if frame.user)
 
 
-def _are_past(view: Timeline, few: tuple[int, ...], many: tuple[int, ...]) -> bool:
+def _are_past(view: Timeline, few: tuple[int, ...], many: tuple[int, ...], before: _Calls) -> bool:
     """Whether some ranks are past where each of the others waits: further down a function, or done with the batch."""
-    progress = [(view.facts[rank].progress, view.facts[other].progress) for rank in few for other in many]
-    stacks = [(view.facts[rank].stack, view.facts[other].stack) for rank in few for other in many]
-    by_lines = all(is_before(inside_trainer(there), inside_trainer(here)) for here, there in stacks)
-    return by_lines or all(_is_after_step_of(here, there) for here, there in progress)
+    pairs = [(view.facts[rank], view.facts[other]) for rank in few for other in many]
+    if all(_is_after_step_of(here.progress, there.progress) for here, there in pairs):
+        return True
+    # A call that all have made before may be made again, in the next pass of a loop, which they are ahead in.
+    waits = [call for rank in many if (call := view.activities[rank].collective) is not None]
+    usual = {call.site for call in before}
+    is_new = len(waits) == len(many) and usual.isdisjoint(call.site for call in waits)
+    return is_new and all(
+        _is_in_one_batch(here.progress, there.progress)
+        and is_before(inside_trainer(there.stack), inside_trainer(here.stack))
+        for here, there in pairs
+    )
+
+
+def _is_in_one_batch(here: Progress, there: Progress) -> bool:
+    return (here.phase, here.epoch, here.batch_idx) == (there.phase, there.epoch, there.batch_idx)
 
 
 def _is_after_step_of(here: Progress, there: Progress) -> bool:
     """Whether one rank has done the step of a training batch in which another one is."""
-    is_one_batch = here.batch_idx == there.batch_idx >= 0 and here.epoch == there.epoch
+    is_one_batch = _is_in_one_batch(here, there) and here.batch_idx >= 0
     is_in_step, is_over = _is_in(there, ".training_step"), _is_in(here, "on_train_batch_end", "on_train_epoch_end")
     return is_one_batch and is_in_step and is_over
 
