@@ -69,6 +69,8 @@ _RUNS_S = 0.01
 # What is read one after the other belongs together only if the rank has not continued meanwhile: otherwise its stack
 # shows a call that its recorder does not have. A rank that is at work continues again and again.
 _MOST_READS = 3
+# A thread that executes bytecode for so long has released the GIL at least twice, if others wait for it.
+_SWITCHES_S = 0.02
 # The longest look, on a host that is starved: less than the patience of the rank that gathers the facts.
 _LONGEST_LOOK_S = 2.0
 
@@ -341,7 +343,7 @@ class RankProbe:
     def witness(self, silent: Iterable[RankInfo]) -> list[ProcessFacts]:
         """Ranks of this host that do not answer, as seen from outside, with their stacks if they run.
 
-        Takes 0.5 s if their growth is not known yet, or they run, and up to 0.35 s for each one to answer a signal.
+        Takes 0.5 s if their growth is not known yet, or they run, and up to 0.5 s for each one to answer a signal.
         """
         peers, began_s = list(silent), time.monotonic()
         turns = [look_at_main_thread(peer.pid) for peer in peers]
@@ -368,17 +370,26 @@ class RankProbe:
         armed = traceback_signal.armed_in(peer.pid) if seen.state in ANSWERING else None
         if armed is None:
             return seen
+        is_held, slept = self._holds_gil(peer)
+        stack = traceback_signal.ask(peer.pid, armed)
+        # The signal ends a sleep in native code.
+        is_held = is_held and bool(stack) and (slept or self._holds_gil(peer)[0])
+        return replace(self.look_at_peer(peer), stack=stacks.with_source_in_time(stack), gil_held=is_held)
+
+    def _holds_gil(self, peer: RankInfo) -> tuple[bool, bool]:
+        """Whether a thread of a peer holds the GIL in native code, and whether its main thread sleeps.
+
+        The guard waits for it in vain. If the main thread gets little time on a core, it may merely not come to release
+        it.
+        """
+        if not peer.has_guard:
+            return False, False
         before = look_at_main_thread(peer.pid)
-        waits = peer.has_guard and waits_for_gil(peer.pid, peer.guard_thread)
+        waits = waits_for_gil(peer.pid, peer.guard_thread)
         now = look_at_main_thread(peer.pid)
-        answer = traceback_signal.ask(peer.pid, armed)
-        # The signal ends a sleep in native code, and then Python answers. If it answers otherwise, threads take turns,
-        # and the guard has waited for its own, or for a core.
-        slept = now.is_asleep and now.ran_s == before.ran_s
-        is_held = slept or (answer.is_in_c and waits and waits_for_gil(peer.pid, peer.guard_thread))
-        seen = self.look_at_peer(peer)
-        stack = stacks.with_source_in_time(answer.stack)
-        return replace(seen, stack=stack, gil_held=bool(stack) and waits and is_held)
+        ran_s = (now.ran_s or 0.0) - (before.ran_s or 0.0)
+        slept = now.is_asleep and not ran_s
+        return waits and (slept or ran_s >= _SWITCHES_S), slept
 
     def _host_facts(self) -> HostFacts:
         found = self._host.read()
@@ -389,8 +400,8 @@ class RankProbe:
         workers = [look_at(pid) for pid in child_processes(besides=[peer.pid for peer in self.peers])]
         for index, seen in enumerate(workers[:_WORKERS_ASKED]):
             if self._armed is not None:
-                answer = traceback_signal.ask(seen.pid, self._armed, owner=self.info.pid)
-                workers[index] = replace(seen, stack=stacks.with_source(answer.stack))
+                stack = traceback_signal.ask(seen.pid, self._armed, owner=self.info.pid)
+                workers[index] = replace(seen, stack=stacks.with_source(stack))
         return tuple(workers)
 
     def _run(

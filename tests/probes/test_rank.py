@@ -28,7 +28,7 @@ from lightning_ncclsafe.probes.process import flight_recorder, stacks, traceback
 from lightning_ncclsafe.probes.process.crash_traces import CrashTrace, CrashTraces
 from lightning_ncclsafe.probes.process.growth import LEAST_S, MemoryGrowth
 from lightning_ncclsafe.probes.process.main_thread import ThreadLook
-from lightning_ncclsafe.probes.process.traceback_signal import Answer, Armed
+from lightning_ncclsafe.probes.process.traceback_signal import Armed
 from lightning_ncclsafe.probes.rank import RankInfo, RankProbe
 from lightning_ncclsafe.probes.trainer.actions import ActionTracker
 from lightning_ncclsafe.probes.trainer.state import TrainerProbe
@@ -223,7 +223,7 @@ def test_only_four_workers_are_asked_for_their_stacks(probe: RankProbe, monkeypa
     asked: list[int] = []
     monkeypatch.setattr(rank, "child_processes", lambda besides: [101, 102, 103, 104, 105, 106])
     monkeypatch.setattr(rank, "look_at", lambda pid: ProcessFacts(pid=pid, state="sleeping"))
-    monkeypatch.setattr(traceback_signal, "ask", lambda pid, armed, owner: asked.append(pid) or Answer())
+    monkeypatch.setattr(traceback_signal, "ask", lambda pid, armed, owner: asked.append(pid) or ())
     facts = probe.look(0.0, deadline_s=AMPLE_S)
     assert [worker.pid for worker in facts.workers] == [101, 102, 103, 104, 105, 106]
     assert asked == [101, 102, 103, 104]
@@ -241,25 +241,24 @@ def test_only_a_running_silent_peer_is_asked_for_its_stack(
     frame = stacks.main_thread_stack()[-1]
     monkeypatch.setattr(rank, "look_at", lambda pid, rank, started: ProcessFacts(pid=pid, rank=rank, state=state))
     monkeypatch.setattr(traceback_signal, "armed_in", lambda pid: ARMED)
-    monkeypatch.setattr(traceback_signal, "ask", lambda pid, armed: Answer((frame,)))
+    monkeypatch.setattr(traceback_signal, "ask", lambda pid, armed: (frame,))
     (seen,) = probe.witness([RankInfo(rank=1, host="h", pid=77)])
     assert (seen.rank, seen.pid, seen.state) == (1, 77, state)
     assert bool(seen.stack) == is_asked
 
 
 @pytest.mark.parametrize(
-    ("guard_waits", "state", "runs_s", "is_in_c", "gil_held"),
+    ("guard_waits", "state", "runs_s", "gil_held"),
     [
-        pytest.param([True, True], "running", 0.05, True, True, id="computes-in-C"),
-        # The signal has ended a sleep in native code, and Python has answered.
-        pytest.param([True], "sleeping", 0.0, False, True, id="slept-in-C"),
-        pytest.param([True], "running", 0.01, False, False, id="executes-bytecode-on-a-busy-host"),
-        # Each of several threads that execute bytecode waits for the GIL most of the time.
-        pytest.param([True], "sleeping", 0.01, False, False, id="takes-turns"),
-        pytest.param([True, False], "sleeping", 0.01, True, False, id="takes-turns-and-has-not-had-its-own"),
+        pytest.param([True, True], "running", 0.05, True, id="computes-in-C"),
+        pytest.param([True], "sleeping", 0.0, True, id="slept-in-C-until-the-signal"),
+        pytest.param([True, False], "running", 0.05, False, id="has-returned-from-C"),
+        # It may execute bytecode, and get no time on a core to release it.
+        pytest.param([True, True], "running", 0.01, False, id="waits-for-a-core"),
+        pytest.param([True, True], "sleeping", 0.01, False, id="takes-turns-with-other-threads"),
         # For storage, for a driver that does not answer, or for its next tick.
-        pytest.param([False], "running", 0.05, True, False, id="guard-waits-for-something-else"),
-        pytest.param([False], "sleeping", 0.0, False, False, id="both-wait-for-something-else"),
+        pytest.param([False], "running", 0.05, False, id="guard-waits-for-something-else"),
+        pytest.param([False], "sleeping", 0.0, False, id="both-wait-for-something-else"),
     ],
 )
 @pytest.mark.parametrize("has_guard", [True, False])
@@ -269,7 +268,6 @@ def test_the_gil_is_held_if_the_guard_waits_for_it_in_vain(
     guard_waits: list[bool],
     state: str,
     runs_s: float,
-    is_in_c: bool,
     gil_held: bool,
     has_guard: bool,
 ) -> None:
@@ -281,11 +279,11 @@ def test_the_gil_is_held_if_the_guard_waits_for_it_in_vain(
     monkeypatch.setattr(rank, "look_at_main_thread", lambda pid: next(looks))
     monkeypatch.setattr(rank, "waits_for_gil", lambda pid, thread: next(waits) and (pid, thread) == (77, 79))
     monkeypatch.setattr(traceback_signal, "armed_in", lambda pid: ARMED)
-    monkeypatch.setattr(traceback_signal, "ask", lambda pid, armed: Answer((line,), is_in_c=is_in_c))
+    monkeypatch.setattr(traceback_signal, "ask", lambda pid, armed: (line,))
     peer = RankInfo(rank=1, host="h", pid=77, guard_thread=79, has_guard=has_guard)
     (seen,) = probe.witness([peer])
     assert (seen.stack, seen.gil_held) == ((line,), gil_held and has_guard)
-    monkeypatch.setattr(traceback_signal, "ask", lambda pid, armed: Answer())
+    monkeypatch.setattr(traceback_signal, "ask", lambda pid, armed: ())
     waits = itertools.repeat(True)
     (seen,) = probe.witness([peer])
     assert not seen.gil_held, "the line is not known"

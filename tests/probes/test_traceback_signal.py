@@ -22,7 +22,6 @@ from lightning_ncclsafe.facts import COLLECTOR, Frame
 from lightning_ncclsafe.probes.process import traceback_signal
 from lightning_ncclsafe.probes.process.main_thread import ThreadLook
 from lightning_ncclsafe.probes.process.traceback_signal import (
-    Answer,
     Armed,
     TracebackSignal,
     arm_early,
@@ -74,7 +73,7 @@ def deepest_user_line(pid: int, armed: Armed, line: str) -> str:
     source = Path(__file__).read_text().splitlines()
 
     def found() -> str:
-        user = [frame for frame in ask(pid, armed, owner=os.getpid()).stack if frame.file == __file__]
+        user = [frame for frame in ask(pid, armed, owner=os.getpid()) if frame.file == __file__]
         deepest = source[user[-1].line - 1] if user else ""
         return deepest if line in deepest else ""
 
@@ -305,7 +304,7 @@ def test_a_rank_answers_once_it_has_imported_the_package() -> None:
         assert process.stdout.readline() == b"\n"
         armed = armed_in(process.pid)
         assert armed is not None
-        functions = until(lambda: tuple(frame.function for frame in ask(process.pid, armed).stack))
+        functions = until(lambda: tuple(frame.function for frame in ask(process.pid, armed)))
         assert functions[:2] == ("<module>", "expand")
     finally:
         process.communicate()
@@ -359,10 +358,9 @@ def test_a_process_in_which_python_answers_is_sent_no_signal_that_is_handled_in_
 ) -> None:
     """Which may end it, if it executes bytecode at that moment."""
     with forked(body) as (pid, _):
-        answers = until(lambda: [one for _ in range(20) if (one := ask(pid, armed, owner=os.getpid())).stack])
-        assert [answer for answer in answers if answer.is_in_c] == []
-        assert {frame.mark for answer in answers for frame in answer.stack} & {Mark.ANSWER} == set()
-        functions = {frame.function for answer in answers for frame in answer.stack if frame.file == __file__}
+        stacks = until(lambda: [stack for _ in range(20) if (stack := ask(pid, armed, owner=os.getpid()))])
+        assert Mark.ANSWER not in {frame.mark for stack in stacks for frame in stack}
+        functions = {frame.function for stack in stacks for frame in stack if frame.file == __file__}
         assert body.__name__ in functions
     assert "python" in sent and "c" not in sent
 
@@ -372,19 +370,17 @@ def test_a_process_that_gets_no_time_on_a_core_is_sent_no_signal_that_is_handled
 ) -> None:
     starved = ThreadLook(state="running", ran_s=7.0)
     with forked(count_for_ever) as (pid, _):
-        until(lambda: ask(pid, armed, owner=os.getpid()).is_in_c)
+        until(lambda: ask(pid, armed, owner=os.getpid()) and sent[-1] == "c")
         sent.clear()
         monkeypatch.setattr(traceback_signal, "_ANSWER_S", 0.05)
         monkeypatch.setattr(traceback_signal, "look_at_main_thread", lambda pid: starved)
-        assert ask(pid, armed, owner=os.getpid()) == Answer()
+        assert ask(pid, armed, owner=os.getpid()) == ()
     assert sent == ["python"]
 
 
 def test_a_process_in_c_answers_to_the_second_signal(armed: Armed, sent: list[str]) -> None:
     with forked(count_for_ever) as (pid, _):
-        answer = until(lambda: found if (found := ask(pid, armed, owner=os.getpid())).stack else None)
-        assert answer is not None and answer.is_in_c
-    assert sent[-2:] == ["python", "c"]
+        until(lambda: ask(pid, armed, owner=os.getpid()) and sent[-2:] == ["python", "c"])
 
 
 def test_an_answer_of_another_worker_is_not_taken(armed: Armed, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -399,9 +395,9 @@ def test_an_answer_of_another_worker_is_not_taken(armed: Armed, monkeypatch: pyt
             kill(other, signum)
 
         monkeypatch.setattr(traceback_signal.os, "kill", ask_the_other)
-        assert ask(pid, armed, owner=os.getpid()) == Answer()
+        assert ask(pid, armed, owner=os.getpid()) == ()
         monkeypatch.setattr(traceback_signal.os, "kill", kill)
-        assert until(lambda: ask(other, armed, owner=os.getpid()).stack)
+        assert until(lambda: ask(other, armed, owner=os.getpid()))
 
 
 def test_a_signal_set_up_in_a_thread_is_never_sent() -> None:
@@ -416,7 +412,7 @@ def test_a_signal_set_up_in_a_thread_is_never_sent() -> None:
         assert of_thread is not None and signums(of_thread) == {0}
         assert caught_signals() == caught
         assert len(open_files()) == len(files) + 1
-        assert ask(os.getpid(), of_thread) == Answer()
+        assert ask(os.getpid(), of_thread) == ()
     finally:
         traceback.close()
 
@@ -434,7 +430,7 @@ def test_a_child_that_holds_the_gil_still_answers(armed: Armed) -> None:
 def test_an_answer_has_frames_outermost_first_and_marks_user_code(armed: Armed) -> None:
     with forked(wait) as (pid, _):
         assert deepest_user_line(pid, armed, "<- it")
-        stack = ask(pid, armed, owner=os.getpid()).stack
+        stack = ask(pid, armed, owner=os.getpid())
     functions = [frame.function for frame in stack]
     assert functions.index("test_an_answer_has_frames_outermost_first_and_marks_user_code") < functions.index("wait")
     assert {frame.user for frame in stack if frame.function == "wait"} == {True}
@@ -449,7 +445,7 @@ def disarm_and_wait(connection: Connection) -> None:
 
 def test_a_process_without_a_handler_is_not_signalled(armed: Armed) -> None:
     with forked(disarm_and_wait) as (pid, connection):
-        assert ask(pid, armed, owner=os.getpid()) == Answer()
+        assert ask(pid, armed, owner=os.getpid()) == ()
         connection.send("still there?")
         assert connection.recv() == "still there?"
 
@@ -457,7 +453,7 @@ def test_a_process_without_a_handler_is_not_signalled(armed: Armed) -> None:
 def test_a_dead_process_does_not_answer(armed: Armed) -> None:
     with forked(wait) as (pid, _):
         pass
-    assert ask(pid, armed) == Answer()
+    assert ask(pid, armed) == ()
 
 
 def test_an_earlier_answer_is_not_reused(armed: Armed, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -466,7 +462,7 @@ def test_an_earlier_answer_is_not_reused(armed: Armed, monkeypatch: pytest.Monke
         monkeypatch.setattr(traceback_signal, "_ANSWER_S", 0.02)
         os.kill(pid, signal.SIGSTOP)
         os.waitpid(pid, os.WUNTRACED)
-        assert ask(pid, armed, owner=os.getpid()) == Answer()
+        assert ask(pid, armed, owner=os.getpid()) == ()
 
 
 ONE_THREAD = """\
@@ -519,23 +515,22 @@ WRITTEN = "(by Python, process 7)\n"
 
 
 @pytest.mark.parametrize(
-    ("written", "innermost", "is_in_c"),
+    ("written", "innermost"),
     [
-        pytest.param(OF_C, "validation_step", True, id="c-alone"),
-        pytest.param(OF_C + OF_PYTHON + WRITTEN, "training_step", False, id="python-later"),
-        pytest.param(OF_PYTHON, "training_step", False, id="c-in-the-handler"),
-        pytest.param(OF_PYTHON[:90] + OF_PYTHON + OF_PYTHON[90:] + WRITTEN, "", False, id="c-amid-the-first-line"),
-        pytest.param(OF_HEAD + OF_PYTHON + OF_REST + WRITTEN, "", False, id="c-amid-what-python-writes"),
-        pytest.param(OF_C + OF_PYTHON, "training_step", False, id="python-not-yet-done"),
-        pytest.param(OF_C + OF_PYTHON + WRITTEN.replace("7", "8"), "", False, id="python-of-another-worker"),
-        pytest.param(OF_PYTHON + WRITTEN.replace("7", "8") + OF_C, "", False, id="another-worker-before"),
-        pytest.param("", "", True, id="nothing"),
+        pytest.param(OF_C, "validation_step", id="c-alone"),
+        pytest.param(OF_C + OF_PYTHON + WRITTEN, "training_step", id="python-later"),
+        pytest.param(OF_PYTHON, "training_step", id="c-in-the-handler"),
+        pytest.param(OF_PYTHON[:90] + OF_PYTHON + OF_PYTHON[90:] + WRITTEN, "", id="c-amid-the-first-line"),
+        pytest.param(OF_HEAD + OF_PYTHON + OF_REST + WRITTEN, "", id="c-amid-what-python-writes"),
+        pytest.param(OF_C + OF_PYTHON, "training_step", id="python-not-yet-done"),
+        pytest.param(OF_C + OF_PYTHON + WRITTEN.replace("7", "8"), "", id="python-of-another-worker"),
+        pytest.param(OF_PYTHON + WRITTEN.replace("7", "8") + OF_C, "", id="another-worker-before"),
+        pytest.param("", "", id="nothing"),
     ],
 )
-def test_both_answers_are_kept_apart(written: str, innermost: str, is_in_c: bool) -> None:
-    answer = traceback_signal._answer_to_both(written, 7)
-    assert ([frame.function for frame in answer.stack] or [""])[-1] == innermost
-    assert answer.is_in_c is is_in_c
+def test_both_answers_are_kept_apart(written: str, innermost: str) -> None:
+    stack = traceback_signal._answer_to_both(written, 7)
+    assert ([frame.function for frame in stack] or [""])[-1] == innermost
 
 
 def test_odd_names_are_parsed() -> None:

@@ -10,8 +10,8 @@ from lightning_ncclsafe.probes.process.stacks import training_thread_number
 
 _PROC = Path("/proc")
 _ASLEEP, _BLOCKED, _RUNNING = "sleeping", "disk-sleep", "running"
-# On a busy host, a thread that waits for the GIL wakes up half as often as it wants to.
-_WAITS_S, _LEAST_WOKEN = 0.05, 5
+# A thread that waits for the GIL wakes up 20 times meanwhile, less often on a busy host, and runs for 0.05 ms each time.
+_WAITS_S, _LOOKS, _LEAST_WOKEN, _MOST_RUN_S = 0.1, 5, 10, 0.00015
 # psutil's names; psutil reads them for whole processes only, and more slowly.
 _STATES = {
     "R": _RUNNING,
@@ -130,26 +130,32 @@ def thread_ran_s(thread_id: int) -> float:
 
 
 def waits_for_gil(pid: int, thread: int, proc: Path = _PROC) -> bool:
-    """Whether a Python thread of another process waits for the GIL and does not get it; takes 0.05 s.
+    """Whether a Python thread of another process waits for the GIL and does not get it; takes 0.1 s.
 
-    Such a thread wakes up every 5 ms (``sys.getswitchinterval``) to ask the thread that holds the GIL to release it,
-    which one that executes bytecode does at once.
+    Such a thread does nothing but wake up every 5 ms (``sys.getswitchinterval``), to ask the thread that holds the GIL
+    to release it. One that executes bytecode does so at once.
 
     Args:
         pid: Process id.
-        thread: The kernel's number of the thread; it must be one that never polls at such a pace itself.
+        thread: The kernel's number of the thread; it must be one that never waits for a lock at such a pace.
         proc: Where procfs is mounted.
     """
     folder = proc / str(pid) / "task" / str(thread)
     looks = []
-    for pause_s in (_WAITS_S, 0.0):
-        ran_s, _ = _turns_s(folder)
-        looks.append((ran_s, or_none(lambda: int(line_after(folder / "status", "voluntary_ctxt_switches:")))))
-        time.sleep(pause_s)
-    (ran_before_s, woken_before), (ran_s, woken) = looks
-    if ran_before_s is None or ran_s is None or woken_before is None or woken is None:
+    for _ in range(_LOOKS):
+        looks.append((_turns_s(folder)[0], _woken(folder), wait_channel(folder)))
+        time.sleep(_WAITS_S / _LOOKS)
+    (ran_before_s, woken_before, _), (ran_s, woken_now, _) = looks[0], looks[-1]
+    if ran_before_s is None or ran_s is None or woken_before is None or woken_now is None:
         return False
-    return woken - woken_before >= _LEAST_WOKEN and ran_s - ran_before_s < _WAITS_S / 2
+    woken = woken_now - woken_before
+    # Python waits for the GIL by a futex. The channel is empty while the thread runs, and "0" where it is not readable.
+    by_futex = all(not channel or "futex" in channel for _, _, channel in looks)
+    return by_futex and woken >= _LEAST_WOKEN and ran_s - ran_before_s < woken * _MOST_RUN_S
+
+
+def _woken(folder: Path) -> int | None:
+    return or_none(lambda: int(line_after(folder / "status", "voluntary_ctxt_switches:")))
 
 
 def wait_channel(folder: Path) -> str:

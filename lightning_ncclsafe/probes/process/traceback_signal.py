@@ -10,6 +10,9 @@ the GIL. A thread that executes bytecode must not be sent that one: its frames m
 of these signals ends a busy process with SIGSEGV (one in 20 if frames of other threads are read, too; measured with
 Python 3.10 to 3.13). While the first signal is pending, a thread that leaves C calls its handler before anything else.
 
+Some C code, such as that of regular expressions, calls the handler without releasing the GIL: that Python has answered
+does not show that the GIL is free.
+
 A rank that has not reached its Trainer yet cannot tell its peers about its signals. The import of the package arms
 them, and the name of the file, which peers find among the rank's open files, contains their numbers.
 
@@ -34,7 +37,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 from types import TracebackType
-from typing import IO, NamedTuple
+from typing import IO
 
 from lightning_ncclsafe.code.marks import Mark, marked
 from lightning_ncclsafe.facts import COLLECTOR, Frame, codec
@@ -76,18 +79,6 @@ class Armed:
     python_signum: int
     c_signum: int
     fd: int
-
-
-class Answer(NamedTuple):
-    """What a process has answered.
-
-    Attributes:
-        stack: The main thread's frames, outermost first; empty if it has not answered.
-        is_in_c: Whether the main thread stays in C, so that Python could not answer.
-    """
-
-    stack: tuple[Frame, ...] = ()
-    is_in_c: bool = False
 
 
 class TracebackSignal:
@@ -306,7 +297,7 @@ def armed_in(pid: int) -> Armed | None:
     return None
 
 
-def ask(pid: int, armed: Armed, *, owner: int | None = None) -> Answer:
+def ask(pid: int, armed: Armed, *, owner: int | None = None) -> tuple[Frame, ...]:
     """Asks another process of this user on this host for its main thread's stack. Takes up to 0.3 s.
 
     Args:
@@ -316,38 +307,37 @@ def ask(pid: int, armed: Armed, *, owner: int | None = None) -> Answer:
             of the rank that forked it.
 
     Returns:
-        Its answer, an empty one where the process does not handle the signals (it would die of them) or gets no time on
-        a core to do so.
+        Its frames, outermost first; nothing where the process does not handle the signals (it would die of them) or
+        gets no time on a core to do so.
     """
     path = Path(f"/proc/{owner or pid}/fd/{armed.fd}")
     try:
         if not (_handles(pid, armed.python_signum) and _handles(pid, armed.c_signum)):
-            return Answer()
+            return ()
         before, began = path.stat().st_size, look_at_main_thread(pid)
         os.kill(pid, armed.python_signum)
         written = _wait_for_python(pid, path, before, began)
         if written.endswith(_BY_PYTHON.format(pid=pid)):
-            return Answer(_above_handler(_stack_of_main(written)))
+            return _above_handler(_stack_of_main(written))
         if not _is_in_c(began, look_at_main_thread(pid)):
-            return Answer()
+            return ()
         os.kill(pid, armed.c_signum)
         written = _wait_for_c(path, before)
     except OSError:
-        return Answer()
+        return ()
     return _answer_to_both(written, pid)
 
 
-def _answer_to_both(written: str, pid: int) -> Answer:
+def _answer_to_both(written: str, pid: int) -> tuple[Frame, ...]:
     """Python may have answered after all."""
     if _ANY_BY_PYTHON not in written:
-        stack = _stack_of_main(written)
-        return Answer(_above_handler(stack), is_in_c=not _has_handler(stack))
+        return _above_handler(_stack_of_main(written))
     # If it was about to, or another process has, the lines are mixed.
     of_c, current, by_python = written.rpartition(_CURRENT)
     earlier = _stack_of_main(of_c)
     is_apart = bool(earlier) and not _has_handler(earlier) and _ANY_BY_PYTHON not in of_c
     is_its = by_python.endswith(_BY_PYTHON.format(pid=pid))
-    return Answer(_above_handler(_stack_of_main(current + by_python))) if is_apart and is_its else Answer()
+    return _above_handler(_stack_of_main(current + by_python)) if is_apart and is_its else ()
 
 
 def _wait_for_python(pid: int, path: Path, before: int, began: ThreadLook) -> str:
