@@ -10,7 +10,7 @@ from lightning_ncclsafe.probes.process.stacks import training_thread_number
 
 _PROC = Path("/proc")
 _ASLEEP, _BLOCKED, _RUNNING = "sleeping", "disk-sleep", "running"
-# A thread that waits for the GIL wakes up 20 times meanwhile, less often on a busy host, and runs for 0.05 ms each time.
+# A thread that waits for the GIL wakes up 20 times meanwhile, or fewer on a busy host, and runs for 0.05 ms each time.
 _WAITS_S, _LOOKS, _LEAST_WOKEN, _MOST_RUN_S = 0.1, 5, 10, 0.00015
 # psutil's names; psutil reads them for whole processes only, and more slowly.
 _STATES = {
