@@ -69,6 +69,7 @@ _RUNS_S = 0.01
 # What is read one after the other belongs together only if the rank has not continued meanwhile: otherwise its stack
 # shows a call that its recorder does not have. A rank that is at work continues again and again.
 _MOST_READS = 3
+_TURNS = 3
 # A thread that executes bytecode for so long has released the GIL at least twice, if others wait for it.
 _SWITCHES_S = 0.02
 # The longest look, on a host that is starved: less than the patience of the rank that gathers the facts.
@@ -372,8 +373,8 @@ class RankProbe:
             return seen
         is_held, slept = self._holds_gil(peer)
         stack = traceback_signal.ask(peer.pid, armed)
-        # The signal ends a sleep in native code.
-        is_held = is_held and bool(stack) and (slept or self._holds_gil(peer)[0])
+        # The signal ends a sleep in native code. Where native code calls Python's handler, other threads have a turn.
+        is_held = is_held and bool(stack) and (slept or any(self._holds_gil(peer)[0] for _ in range(_TURNS)))
         return replace(self.look_at_peer(peer), stack=stacks.with_source_in_time(stack), gil_held=is_held)
 
     def _holds_gil(self, peer: RankInfo) -> tuple[bool, bool]:

@@ -222,7 +222,7 @@ _MESSAGES = (
     ),
     _unreachable(
         "Got completion",
-        r"Got completion from peer (?P<where>\S{1,200}) with (?:status=|error )(?P<why>\d+)",
+        r"Got completion from peer (?P<where>\S{1,200}) with (?:status=(?:\w+\()?|error )(?P<why>\d+)",
         "InfiniBand gave up on {where} with status {why}, which can also mean a dead peer",
     ),
     # Comparisons of ranks, and data of another length

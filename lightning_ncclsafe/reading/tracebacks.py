@@ -182,7 +182,7 @@ class Traceback:
         self.around = around
         self._has_head = has_head
         self._frames: list[Frame] = []
-        self._lines = 0
+        self._lines = self._indent = 0
 
     def goes_on(self, text: str) -> bool:
         """Reads the next line; whether the traceback continues."""
@@ -191,7 +191,12 @@ class Traceback:
         if found:
             if len(self._frames) < _MOST_FRAMES:
                 self._frames.append(frame(found["file"], whole(found["line"]), (found["function"] or "").strip()))
+            self._indent = _indent(text)
             return True
+        # In a quotation that is indented, the last line is, too; source is further in than the line of its frame.
+        if 0 < _indent(text) <= self._indent and (last := _ENDS.match(text.lstrip())) and _NAMES.search(last["type"]):
+            self._end(text.lstrip())
+            return False
         if _GOES_ON.match(text) and self._lines < _MOST_LINES:
             return True
         self._end(text)
@@ -211,6 +216,10 @@ class Traceback:
             self.exception = _exception(type_, found["message"] or "", self._frames)
             if self.around is not None:
                 self.exception = _passed_on(self.around, self.exception, self._frames)
+
+
+def _indent(text: str) -> int:
+    return len(text) - len(text.lstrip())
 
 
 def _passed_on(around: ExceptionFacts, own: ExceptionFacts, frames: list[Frame]) -> ExceptionFacts:
