@@ -8,6 +8,9 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
+OWN_THREADS = "ncclsafe-"
+"""The names of all threads of this package begin with this."""
+
 
 class UnansweredError(TimeoutError):
     """A call has not returned; the message says what did not answer."""
@@ -109,3 +112,9 @@ def _answer(thread: threading.Thread | None, outcome: Future[Any], within_s: flo
     if thread is None or thread.is_alive():
         raise UnansweredError(f"did not answer within {within_s:.1f} s")
     return outcome.result()
+
+
+def own_threads() -> tuple[int, ...]:
+    """The kernel's numbers of the threads of this package that run now."""
+    running = threading.enumerate()
+    return tuple(thread.native_id for thread in running if thread.name.startswith(OWN_THREADS) and thread.native_id)

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from lightning_ncclsafe._torch import process_groups
+from lightning_ncclsafe.code.side_thread import own_threads
 from lightning_ncclsafe.errors import CollectiveTimeoutError
 from lightning_ncclsafe.exchange import Exchange, ExchangeError, comes_first, poll_interval_s
 from lightning_ncclsafe.facts import NotRecorded, Phase, codec
@@ -128,11 +129,12 @@ class Guard:
         # The watchdog may be in the middle of a round about this very delay; that round is dropped.
         self._own.connection.connect(exchange)
         with suppress(ExchangeError):  # only needed by peers if this rank cannot answer
-            info = replace(self._own.probe.info, guard_thread=self._watchdog.thread_number)
-            exchange.set(info_key(self._own.place.rank), codec.encode(info))
             self._rank_hosts.announce(
                 exchange, own_address_towards(self._own.place.master_address, self._own.place.master_port)
             )
+            # By now, the exchange has its thread.
+            info = replace(self._own.probe.info, guard_threads=own_threads())
+            exchange.set(info_key(self._own.place.rank), codec.encode(info))
         # If a rank ends soon, for instance in its very first collective, only ranks that know it by then learn why.
         for _ in range(_MEETING_TURNS):
             self._watchdog.wake()

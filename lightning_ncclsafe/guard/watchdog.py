@@ -50,11 +50,6 @@ class Watchdog:
         self._last_moved = self._clock()
         self._thread.start()
 
-    @property
-    def thread_number(self) -> int:
-        """The kernel's number of the thread; 0 before it is started."""
-        return self._thread.native_id or 0
-
     def wake(self) -> None:
         """Makes the next tick come at once."""
         self._awake.set()

@@ -13,6 +13,7 @@ from typing import Protocol
 
 from lightning_ncclsafe.code.marks import Mark, marked
 from lightning_ncclsafe.code.own_work import OwnWork
+from lightning_ncclsafe.code.side_thread import OWN_THREADS
 from lightning_ncclsafe.facts import LoggerFacts
 from lightning_ncclsafe.loggers import readers
 from lightning_ncclsafe.loggers.delivery import Delivery, Sink
@@ -146,7 +147,7 @@ class Offload:
     @property
     def is_own_thread(self) -> bool:
         """Whether the caller is one of our threads, whose calls go straight to the logger."""
-        return threading.current_thread().name.startswith("ncclsafe-")
+        return threading.current_thread().name.startswith(OWN_THREADS)
 
     def put(self, entry: Entry) -> None:
         """Accepts what a logger is given."""

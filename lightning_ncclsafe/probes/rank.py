@@ -85,7 +85,7 @@ class RankInfo:
         host: Host name.
         pid: Process id.
         started: When the process was started, seconds since the epoch.
-        guard_thread: The kernel's number of its guard's thread; 0 if it has none yet.
+        guard_threads: The kernel's numbers of its guard's threads; empty if it has none yet.
         has_guard: Whether it has reached its Trainer, so that its guard would answer; if not, peers have found its
             process themselves.
     """
@@ -94,7 +94,7 @@ class RankInfo:
     host: str
     pid: int
     started: float = 0.0
-    guard_thread: int = 0
+    guard_threads: tuple[int, ...] = ()
     has_guard: bool = True
 
 
@@ -386,7 +386,7 @@ class RankProbe:
         if not peer.has_guard:
             return False, False
         before = look_at_main_thread(peer.pid)
-        waits = waits_for_gil(peer.pid, peer.guard_thread)
+        waits = waits_for_gil(peer.pid, peer.guard_threads)
         now = look_at_main_thread(peer.pid)
         ran_s = (now.ran_s or 0.0) - (before.ran_s or 0.0)
         slept = now.is_asleep and not ran_s

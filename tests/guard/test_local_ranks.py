@@ -164,7 +164,7 @@ def test_once_they_have_met_their_cards_count_and_nobody_is_searched_for(host: H
     host.tick()
     assert host.tick()
     exchange = MemoryExchange()
-    left = {rank: RankInfo(rank=rank, host="node", pid=100 + rank, guard_thread=100 + rank) for rank in (3, 5)}
+    left = {rank: RankInfo(rank=rank, host="node", pid=100 + rank, guard_threads=(100 + rank,)) for rank in (3, 5)}
     exchange.set("info/3", codec.encode(left[3]))
     host.neighbours.meet(exchange)
     assert not host.neighbours.has_lost and not host.neighbours.wait_until_met(0.0)

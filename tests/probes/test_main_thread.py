@@ -95,11 +95,12 @@ def test_a_thread_that_waits_for_the_gil_is_recognised(body: str, waits: bool) -
             print(file=process.stdin, flush=True)
             assert process.stdout.readline() == "\n"
             # It waits for its next tick at first.
-            assert until(lambda: waits_for_gil(process.pid, thread) is waits)
+            assert until(lambda: waits_for_gil(process.pid, [process.pid + 1, thread]) is waits)
         finally:
             process.kill()
 
 
 def test_of_a_thread_that_is_not_there_nothing_is_known(tmp_path: Path) -> None:
-    assert not waits_for_gil(os.getpid(), 0)
-    assert not waits_for_gil(1, 1, tmp_path)
+    assert not waits_for_gil(os.getpid(), [0])
+    assert not waits_for_gil(os.getpid(), [])
+    assert not waits_for_gil(1, [1], tmp_path)

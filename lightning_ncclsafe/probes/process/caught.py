@@ -22,6 +22,7 @@ from typing import Any
 
 from lightning_ncclsafe.code.marks import with_inner
 from lightning_ncclsafe.code.raised import text_of
+from lightning_ncclsafe.code.side_thread import OWN_THREADS
 from lightning_ncclsafe.facts import CaughtException, ExceptionFacts, Frame
 from lightning_ncclsafe.probes.process.stacks import is_user_code, seen_frame, training_thread, with_source
 from lightning_ncclsafe.probes.process.syntax import syntax_tree
@@ -33,7 +34,6 @@ _MESSAGE = 200
 _CONTROL_FLOW = (StopIteration, StopAsyncIteration)
 # torch.distributed logs exceptions that leave its functions, and only these, as a dictionary.
 _C10D_LOGGERS = "c10d-"
-_OWN_THREADS = "ncclsafe-"
 
 # Tool ids that Python does not reserve for debuggers, coverage, profilers or optimizers.
 _TOOLS = (4, 3)
@@ -184,7 +184,7 @@ class CaughtExceptions:
         """Called by Python on the thread that ends, also for :func:`sys.exit` there."""
         with suppress(Exception):
             name = getattr(ended.thread, "name", "") or "?"
-            if self._listens(begun) and ended.exc_value is not None and not name.startswith(_OWN_THREADS):
+            if self._listens(begun) and ended.exc_value is not None and not name.startswith(OWN_THREADS):
                 self._note(ended.exc_value, thread=name)
         hook(ended)
 

@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -129,27 +130,31 @@ def thread_ran_s(thread_id: int) -> float:
     return own or 0.0
 
 
-def waits_for_gil(pid: int, thread: int, proc: Path = _PROC) -> bool:
-    """Whether a Python thread of another process waits for the GIL and does not get it; takes 0.1 s.
+def waits_for_gil(pid: int, threads: Iterable[int], proc: Path = _PROC) -> bool:
+    """Whether one of some Python threads of another process waits for the GIL and does not get it; takes 0.1 s.
 
     Such a thread does nothing but wake up every 5 ms (``sys.getswitchinterval``), to ask the thread that holds the GIL
     to release it. One that executes bytecode does so at once.
 
     Args:
         pid: Process id.
-        thread: The kernel's number of the thread; it must be one that never waits for a lock at such a pace.
+        threads: The kernel's numbers of the threads; they must be ones that never wait for a lock at such a pace.
         proc: Where procfs is mounted.
     """
-    folder = proc / str(pid) / "task" / str(thread)
+    folders = [proc / str(pid) / "task" / str(thread) for thread in threads]
     looks = []
     for _ in range(_LOOKS):
-        looks.append((_turns_s(folder)[0], _woken(folder), wait_channel(folder)))
+        looks.append([(_turns_s(folder)[0], _woken(folder), wait_channel(folder)) for folder in folders])
         time.sleep(_WAITS_S / _LOOKS)
+    return any(map(_is_of_gil, zip(*looks, strict=True)))
+
+
+def _is_of_gil(looks: Sequence[tuple[float | None, int | None, str]]) -> bool:
     (ran_before_s, woken_before, _), (ran_s, woken_now, _) = looks[0], looks[-1]
     if ran_before_s is None or ran_s is None or woken_before is None or woken_now is None:
         return False
     woken = woken_now - woken_before
-    # Python waits for the GIL by a futex. The channel is empty while the thread runs, and "0" where it is not readable.
+    # Python waits for the GIL by a futex. The channel is empty while the thread runs, or where it is not readable.
     by_futex = all(not channel or "futex" in channel for _, _, channel in looks)
     return by_futex and woken >= _LEAST_WOKEN and ran_s - ran_before_s < woken * _MOST_RUN_S
 
