@@ -1,9 +1,9 @@
 """Programs that start at once: forks of one that has imported torch and Lightning already, which takes seconds.
 
-What such a program starts itself, as the launchers do, it starts as ever, but for as many scripts as it is given
-children for. It has its own session, directory, environment and arguments, is ``__main__``, and ends as a program of
-its own would: with its threads, what it has registered with ``atexit``, the interpreter's own end, and its exit code.
-That end leaves alone what was imported for the program.
+Of the scripts that such a program starts itself, as launchers do, as many as it is given children for are forks, too;
+the rest start as ever. It has its own session, directory, environment and arguments, is ``__main__``, and ends as a
+program of its own would: with its threads, what it has registered with ``atexit``, the interpreter's own end, and its
+exit code. That end leaves alone what was imported for the program.
 
 Run as a program itself, with the number of a listening socket and the modules to import: each connection to it asks for
 one program.

@@ -27,7 +27,7 @@ class Mark(str, Enum):
     LOGGER = "logger"
     """Handles a logger's call, and may wait for room or for storage."""
     ANSWER = "answer"
-    """Writes this process's stack for a peer: the frames above are those that it asks for."""
+    """Writes this process's stack for a peer, which asks for its callers."""
     LISTENER = "listener"
     """Listens to Lightning's actions: deeper frames are the guard's own."""
 

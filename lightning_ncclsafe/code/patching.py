@@ -29,12 +29,13 @@ class ReplacedMethod:
         self._name = name
         self._call = call
         self._is_removed = False
+        self._then: Callable[..., Any] | None = None
         self._before = {name: vars(owner)[name]} if name in vars(owner) else {}
         setattr(owner, name, self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the replacement; after removal, for callers that kept a reference, the method."""
-        return (self.original if self._is_removed else self._call)(*args, **kwargs)
+        return ((self._then or self.original) if self._is_removed else self._call)(*args, **kwargs)
 
     def __reduce__(self) -> Any:
         return getattr, (self._owner, self._name)
@@ -45,9 +46,7 @@ class ReplacedMethod:
         Args:
             then: What callers that kept a reference call from now on; None for the method.
         """
-        self._is_removed = True
-        if then is not None:
-            self.original = then
+        self._is_removed, self._then = True, then
         if vars(self._owner).get(self._name) is not self:
             return
         vars(self._owner).pop(self._name)

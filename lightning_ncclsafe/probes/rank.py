@@ -5,7 +5,8 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,12 +14,13 @@ from typing import Any
 import psutil
 
 from lightning_ncclsafe._torch import build
-from lightning_ncclsafe.code.side_thread import SideThread, UnansweredError
+from lightning_ncclsafe.code.side_thread import OWN_THREADS, SideThread, UnansweredError
 from lightning_ncclsafe.facts import (
     ANSWERING,
     ENDED,
     GONE,
     ExceptionFacts,
+    Frame,
     HostFacts,
     LoggerFacts,
     MachineFacts,
@@ -69,7 +71,9 @@ _RUNS_S = 0.01
 # What is read one after the other belongs together only if the rank has not continued meanwhile: otherwise its stack
 # shows a call that its recorder does not have. A rank that is at work continues again and again.
 _MOST_READS = 3
-_TURNS = 3
+# How often a peer is looked at again, as its guard may have had a turn meanwhile.
+_LOOKS_AFTERWARDS = 3
+_AT_ONCE = 8
 # A thread that executes bytecode for so long has released the GIL at least twice, if others wait for it.
 _SWITCHES_S = 0.02
 # The longest look, on a host that is starved: less than the patience of the rank that gathers the facts.
@@ -344,11 +348,11 @@ class RankProbe:
     def witness(self, silent: Iterable[RankInfo]) -> list[ProcessFacts]:
         """Ranks of this host that do not answer, as seen from outside, with their stacks if they run.
 
-        Takes 0.5 s if their growth is not known yet, or they run, and up to 0.5 s for each one to answer a signal.
+        Takes 0.5 s if their growth is not known yet, or they run, and up to 0.8 s for them to answer signals.
         """
         peers, began_s = list(silent), time.monotonic()
         turns = [look_at_main_thread(peer.pid) for peer in peers]
-        seen = [self._witness(peer) for peer in peers]
+        seen = self._witness(peers)
         unknown = [facts for facts in seen if facts.rss_bytes is not None and needs_second_look(facts)]
         if unknown:
             time.sleep(LEAST_S + _SLACK_S)  # since the last of them was seen: on a busy host, looking takes time
@@ -366,22 +370,37 @@ class RankProbe:
             for now, then, turn in zip(again, seen, turns, strict=True)
         ]
 
-    def _witness(self, peer: RankInfo) -> ProcessFacts:
-        seen = self.look_at_peer(peer)
-        armed = traceback_signal.armed_in(peer.pid) if seen.state in ANSWERING else None
-        if armed is None:
+    def _witness(self, peers: Sequence[RankInfo]) -> list[ProcessFacts]:
+        seen = [self.look_at_peer(peer) for peer in peers]
+        running = [peer for peer, facts in zip(peers, seen, strict=True) if facts.state in ANSWERING]
+        if not running:
             return seen
+        # They take their time, each for itself.
+        with ThreadPoolExecutor(min(len(running), _AT_ONCE), thread_name_prefix=f"{OWN_THREADS}witness") as pool:
+            answers = dict(zip(running, pool.map(self._asked, running), strict=True))
+        for index, peer in enumerate(peers):
+            stack, gil_held = answers.get(peer, ((), False))
+            if stack:
+                now = self.look_at_peer(peer)
+                seen[index] = replace(now, stack=stacks.with_source_in_time(stack), gil_held=gil_held)
+        return seen
+
+    def _asked(self, peer: RankInfo) -> tuple[tuple[Frame, ...], bool]:
+        """The stack of a peer's main thread, and whether something holds its GIL in native code."""
+        armed = traceback_signal.armed_in(peer.pid)
+        if armed is None:
+            return (), False
         is_held, slept = self._holds_gil(peer)
         stack = traceback_signal.ask(peer.pid, armed)
         # The signal ends a sleep in native code. Where native code calls Python's handler, other threads have a turn.
-        is_held = is_held and bool(stack) and (slept or any(self._holds_gil(peer)[0] for _ in range(_TURNS)))
-        return replace(self.look_at_peer(peer), stack=stacks.with_source_in_time(stack), gil_held=is_held)
+        is_held = is_held and bool(stack) and (slept or any(self._holds_gil(peer)[0] for _ in range(_LOOKS_AFTERWARDS)))
+        return stack, is_held
 
     def _holds_gil(self, peer: RankInfo) -> tuple[bool, bool]:
         """Whether a thread of a peer holds the GIL in native code, and whether its main thread sleeps.
 
-        The guard waits for it in vain. If the main thread gets little time on a core, it may merely not come to release
-        it.
+        The guard waits for it in vain. If the main thread gets little time on a core, it may simply not get round to
+        releasing it.
         """
         if not peer.has_guard:
             return False, False
@@ -389,7 +408,7 @@ class RankProbe:
         waits = waits_for_gil(peer.pid, peer.guard_threads)
         now = look_at_main_thread(peer.pid)
         ran_s = (now.ran_s or 0.0) - (before.ran_s or 0.0)
-        slept = now.is_asleep and not ran_s
+        slept = now.is_interruptible and not ran_s
         return waits and (slept or ran_s >= _SWITCHES_S), slept
 
     def _host_facts(self) -> HostFacts:

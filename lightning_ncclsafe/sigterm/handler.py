@@ -180,7 +180,11 @@ class StopSignal:
         self._agreement.receive((lambda: launcher.kill(signum)) if launcher is not None else lambda: None)
 
     def _note(self, signum: int, frame: Any) -> None:
-        self._trainer._signal_connector.received_sigterm = True
+        """Handles SIGTERM after a failed call, as Lightning does but for the broadcast."""
+        connector, launcher = self._trainer._signal_connector, self._trainer.strategy.launcher
+        if launcher is not None and not connector.received_sigterm:
+            launcher.kill(signum)
+        connector.received_sigterm = True
 
     def _handle_slurms(self, signum: int, frame: Any) -> None:
         """Handles SLURM's signal some time before the job's limit; a SIGTERM that follows changes nothing."""

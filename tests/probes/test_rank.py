@@ -253,7 +253,7 @@ def test_only_a_running_silent_peer_is_asked_for_its_stack(
         pytest.param([True, True], "running", 0.05, True, id="computes-in-C"),
         pytest.param([True], "sleeping", 0.0, True, id="slept-in-C-until-the-signal"),
         pytest.param([True, False, True], "running", 0.05, True, id="its-C-has-called-the-handler"),
-        pytest.param([True, *[False] * rank._TURNS], "running", 0.05, False, id="has-returned-from-C"),
+        pytest.param([True, *[False] * rank._LOOKS_AFTERWARDS], "running", 0.05, False, id="has-returned-from-C"),
         # It may execute bytecode, and get no time on a core to release it.
         pytest.param([True, True], "running", 0.01, False, id="waits-for-a-core"),
         pytest.param([True, True], "sleeping", 0.01, False, id="takes-turns-with-other-threads"),

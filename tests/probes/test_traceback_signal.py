@@ -1,5 +1,6 @@
 """Stacks of processes that cannot answer for themselves: forked children, asked by signal."""
 
+import ctypes
 import faulthandler
 import itertools
 import multiprocessing
@@ -7,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,7 +22,7 @@ from polling import until
 from lightning_ncclsafe.code.marks import Mark
 from lightning_ncclsafe.facts import COLLECTOR, Frame
 from lightning_ncclsafe.probes.process import traceback_signal
-from lightning_ncclsafe.probes.process.main_thread import ThreadLook
+from lightning_ncclsafe.probes.process.main_thread import ThreadLook, look_at_main_thread
 from lightning_ncclsafe.probes.process.traceback_signal import (
     Armed,
     TracebackSignal,
@@ -152,6 +154,32 @@ def test_the_signal_of_a_rank_stays_for_the_next_guard(monkeypatch: pytest.Monke
         traceback.close()
 
 
+def test_calls_of_the_system_are_restarted_again_once_lightning_has_restored_all_handlers(armed: Armed) -> None:
+    """It restores them through Python, which has C code see interrupted calls from then on."""
+    flags = SigAction()
+    traceback = TracebackSignal()
+    own = traceback.arm()
+    try:
+        assert own is not None and flags.restarts(own.python_signum)
+        signal.signal(own.python_signum, signal.getsignal(own.python_signum))
+        assert not flags.restarts(own.python_signum)
+        assert traceback.arm() == own and flags.restarts(own.python_signum)
+    finally:
+        traceback.close()
+
+
+def test_a_signal_set_up_in_a_thread_is_set_up_anew_in_the_main_thread() -> None:
+    traceback = TracebackSignal()
+    thread = threading.Thread(target=traceback.arm)
+    thread.start()
+    thread.join()
+    try:
+        armed = traceback.arm()
+        assert armed is not None and signums(armed) <= caught_signals() and armed_in(os.getpid()) == armed
+    finally:
+        traceback.close()
+
+
 def test_the_signal_of_a_program_without_ranks_is_released(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     monkeypatch.delenv("SLURM_PROCID", raising=False)
@@ -175,6 +203,19 @@ def test_without_a_free_signal_nothing_is_armed(monkeypatch: pytest.MonkeyPatch)
     before = open_files()
     assert TracebackSignal().arm() is None
     assert open_files() == before
+
+
+class SigAction:
+    """The C library's ``sigaction``, whose flags Python does not show."""
+
+    SA_RESTART = 0x10000000
+
+    def restarts(self, signum: int) -> bool:
+        """Whether calls of the system that this signal interrupts are restarted."""
+        # The handler, 1,024 bits of signals, and the flags.
+        action = ctypes.create_string_buffer(256)
+        assert ctypes.CDLL(None).sigaction(signum, None, action) == 0
+        return bool(int.from_bytes(action[136:140], sys.byteorder) & self.SA_RESTART)
 
 
 def signums(armed: Armed) -> set[int]:
@@ -340,15 +381,14 @@ def poll_for_ever(connection: Connection) -> None:
 @pytest.fixture
 def sent(armed: Armed, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The signals that are sent from now on, by who handles them."""
-    names, kill = {armed.python_signum: "python", armed.c_signum: "c"}, os.kill
+    names, send = {armed.python_signum: "python", armed.c_signum: "c"}, traceback_signal._send
     sent: list[str] = []
 
     def note(pid: int, signum: int) -> None:
-        if signum in names:
-            sent.append(names[signum])
-        kill(pid, signum)
+        sent.append(names[signum])
+        send(pid, signum)
 
-    monkeypatch.setattr(traceback_signal.os, "kill", note)
+    monkeypatch.setattr(traceback_signal, "_send", note)
     return sent
 
 
@@ -378,6 +418,38 @@ def test_a_process_that_gets_no_time_on_a_core_is_sent_no_signal_that_is_handled
     assert sent == ["python"]
 
 
+# Its main thread waits in the kernel, as for dead storage: until a child that has its memory ends, as after vfork().
+WAITS_FOR_ITS_CHILD = """
+import ctypes, threading
+from lightning_ncclsafe.probes.process.traceback_signal import TracebackSignal
+TracebackSignal().arm()
+threading.Thread(target=threading.Event().wait, daemon=True).start()
+libc, stack = ctypes.CDLL(None), ctypes.create_string_buffer(1 << 16)
+top = ctypes.addressof(stack) + (1 << 16) - 64 & ~15
+CLONE_VM, CLONE_VFORK, SIGCHLD = 0x100, 0x4000, 17
+print(flush=True)
+libc.clone(ctypes.cast(libc.sleep, ctypes.c_void_p), ctypes.c_void_p(top), CLONE_VM | CLONE_VFORK | SIGCHLD, 60)
+"""
+
+
+def test_a_process_in_uninterruptible_sleep_is_sent_one_signal_only(
+    armed: Armed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread would take the second one, and answer in place of the main thread."""
+    sent, send = list[int](), traceback_signal._send
+    monkeypatch.setattr(traceback_signal, "_send", lambda pid, signum: (sent.append(signum), send(pid, signum)))
+    command = [sys.executable, "-c", WAITS_FOR_ITS_CHILD]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline() == b"\n"
+            until(lambda: look_at_main_thread(process.pid).is_blocked)
+            its = armed_in(process.pid)
+            assert its is not None and ask(process.pid, its) == ()
+            assert sent == [its.python_signum]
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
 def test_a_process_in_c_answers_to_the_second_signal(armed: Armed, sent: list[str]) -> None:
     with forked(count_for_ever) as (pid, _):
         until(lambda: ask(pid, armed, owner=os.getpid()) and sent[-2:] == ["python", "c"])
@@ -389,14 +461,10 @@ def test_an_answer_of_another_worker_is_not_taken(armed: Armed, monkeypatch: pyt
     with forked(wait) as (other, _), forked(wait) as (pid, _):
         os.kill(pid, signal.SIGSTOP)
         os.waitpid(pid, os.WUNTRACED)
-        kill = os.kill
-
-        def ask_the_other(_: int, signum: int) -> None:
-            kill(other, signum)
-
-        monkeypatch.setattr(traceback_signal.os, "kill", ask_the_other)
+        send = traceback_signal._send
+        monkeypatch.setattr(traceback_signal, "_send", lambda _, signum: send(other, signum))
         assert ask(pid, armed, owner=os.getpid()) == ()
-        monkeypatch.setattr(traceback_signal.os, "kill", kill)
+        monkeypatch.setattr(traceback_signal, "_send", send)
         assert until(lambda: ask(other, armed, owner=os.getpid()))
 
 
@@ -508,10 +576,17 @@ def test_the_stack_of_the_asked_thread_is_parsed(text: str) -> None:
 OF_HANDLER = (
     f'  File "{traceback_signal.__file__}", line {TracebackSignal._write.__code__.co_firstlineno + 3} in _write\n'
 )
-OF_C = ONE_THREAD.replace("training_step", "validation_step")
-OF_PYTHON = ONE_THREAD.replace("first):\n", f"first):\n{OF_HANDLER}")
+OF_C = ONE_THREAD.replace("Current thread 0x00007f0f8a4c5740", "Stack").replace("training_step", "validation_step")
+OF_PYTHON = OF_C.replace("validation_step", "training_step").replace("first):\n", f"first):\n{OF_HANDLER}")
 OF_HEAD, OF_REST = OF_PYTHON.partition(OF_HANDLER)[0] + OF_HANDLER, OF_PYTHON.partition(OF_HANDLER)[2]
 WRITTEN = "(by Python, process 7)\n"
+
+
+def test_faulthandler_begins_the_stack_of_one_thread_like_this() -> None:
+    with tempfile.TemporaryFile() as file:
+        faulthandler.dump_traceback(file, all_threads=False)
+        file.seek(0)
+        assert file.readline().decode() == OF_C.splitlines(keepends=True)[0]
 
 
 @pytest.mark.parametrize(

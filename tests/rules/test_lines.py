@@ -556,6 +556,34 @@ def test_a_rank_further_down_the_function_has_skipped_the_call(
     assert finding.summary.startswith(f"{said} (8 elements of Float) at train.py:{line} in step")
 
 
+def test_a_rank_in_the_other_arm_of_a_condition_has_skipped_nothing() -> None:
+    """One calls all_gather there, and one all_reduce: which of them is odd is not a matter of lines."""
+    condition = Branch(line=39, test="if is_even:  (line 39)", on=Decides.VALUE, until=48)
+    other = replace(condition, test="else of if is_even:  (line 39)", until=52)
+    for branch, said in ((condition, "skipped all_gather"), (other, "called all_reduce")):
+        arms = {rank: replace(user("step", 40), branches=(condition,)) for rank in (0, 2)}
+        lines = arms | {1: replace(user("step", 50), branches=(branch,))}
+        assert first(waiting_at(of("rrg", "rrs", "rrg"), lines)).summary.startswith(f"Rank 1 {said}")
+
+
+@pytest.mark.parametrize("letters", [("rrg", "rrs", "rrg"), ("rgg", "rgs", "rgg"), ("rghrg", "rghrs", "rghrg")])
+def test_a_call_that_all_have_made_before_may_be_made_again(letters: tuple[str, ...]) -> None:
+    """In the next pass of a loop, and loops whose passes are counted are not in the facts."""
+    is_new = letters[0].count("g") == 1
+    lines = {rank: user("step", 50 if rank == 1 else 40) for rank in range(3)}
+    finding = first(waiting_at(of(*letters), lines))
+    assert finding.summary.startswith("Rank 1 skipped all_gather" if is_new else "Rank 1 called all_reduce")
+
+
+@pytest.mark.parametrize("moved", [{"batch_idx": 12}, {"epoch": 2}, {"phase": Phase.VALIDATE}])
+def test_lines_of_different_batches_are_not_compared(moved: dict[str, object]) -> None:
+    lines = {rank: user("step", 50 if rank == 1 else 40) for rank in range(3)}
+    facts = waiting_at(of("rrg", "rrs", "rrg"), lines)
+    other = replace(facts.ranks[1], progress=replace(facts.ranks[1].progress, **moved))  # type: ignore[arg-type]
+    found = shift(timeline(replace(facts, ranks=(facts.ranks[0], other, facts.ranks[2]))), "0")
+    assert found is not None and (found.ranks, found.callers) == ((1,), (1,))
+
+
 BATCH_START, BATCH_END = (f"[LightningModule]Net.on_train_batch_{moment}" for moment in ("start", "end"))
 
 

@@ -226,6 +226,9 @@ def test_a_signal_after_a_failed_call_is_only_noted(trainer: Trainer, stop: Stop
     handler(signal.SIGTERM, None)
     assert trainer._signal_connector.handled == ([] if has_failed else [signal.SIGTERM])
     assert trainer._signal_connector.received_sigterm is has_failed
+    # What Lightning's handler does besides.
+    handler(signal.SIGTERM, None)
+    assert trainer.killed == ([signal.SIGTERM] if has_failed else []), "it is passed on once"
 
 
 def test_a_lightning_without_broadcast_is_supported(trainer: Trainer, agreement: Agreement, stop: StopSignal) -> None:

@@ -54,9 +54,9 @@ class ThreadLook:
         return self.state == _BLOCKED
 
     @property
-    def is_asleep(self) -> bool:
-        """Whether it waits, be it in uninterruptible sleep."""
-        return self.state in (_ASLEEP, _BLOCKED)
+    def is_interruptible(self) -> bool:
+        """Whether it sleeps, and a signal would wake it up."""
+        return self.state == _ASLEEP
 
     @property
     def is_running(self) -> bool:
@@ -143,9 +143,9 @@ def waits_for_gil(pid: int, threads: Iterable[int], proc: Path = _PROC) -> bool:
     """
     folders = [proc / str(pid) / "task" / str(thread) for thread in threads]
     looks = []
-    for _ in range(_LOOKS):
+    for turn in range(_LOOKS):
+        time.sleep(_WAITS_S / (_LOOKS - 1) if turn else 0.0)
         looks.append([(_turns_s(folder)[0], _woken(folder), wait_channel(folder)) for folder in folders])
-        time.sleep(_WAITS_S / _LOOKS)
     return any(map(_is_of_gil, zip(*looks, strict=True)))
 
 
@@ -154,8 +154,9 @@ def _is_of_gil(looks: Sequence[tuple[float | None, int | None, str]]) -> bool:
     if ran_before_s is None or ran_s is None or woken_before is None or woken_now is None:
         return False
     woken = woken_now - woken_before
-    # Python waits for the GIL by a futex. The channel is empty while the thread runs, or where it is not readable.
-    by_futex = all(not channel or "futex" in channel for _, _, channel in looks)
+    # Python waits for the GIL by a futex. The channel is empty while the thread runs.
+    channels = {channel for _, _, channel in looks if channel}
+    by_futex = bool(channels) and all("futex" in channel for channel in channels)
     return by_futex and woken >= _LEAST_WOKEN and ran_s - ran_before_s < woken * _MOST_RUN_S
 
 

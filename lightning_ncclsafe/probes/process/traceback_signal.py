@@ -1,4 +1,4 @@
-"""Python stacks of processes that cannot answer, by signals, one of whose handlers works while the GIL is held.
+"""Python stacks of processes that cannot answer, by two signals; the handler of one works even while the GIL is held.
 
 Each rank arms two real-time signals and a file in memory. A peer on the same host that finds it silent sends a signal
 and reads the file through ``/proc/PID/fd``. Forked loader workers inherit all three, so a rank can ask its own workers
@@ -22,6 +22,7 @@ uncaught exception: see ``crash_traces``.
 There is no guard between two calls of the Trainer either, so an armed rank stays armed.
 """
 
+import ctypes
 import faulthandler
 import os
 import re
@@ -34,10 +35,11 @@ import weakref
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from itertools import takewhile
 from pathlib import Path
 from types import TracebackType
-from typing import IO
+from typing import IO, Any
 
 from lightning_ncclsafe.code.marks import Mark, marked
 from lightning_ncclsafe.facts import COLLECTOR, Frame, codec
@@ -54,7 +56,7 @@ _POLL_S = 0.005
 _RUNS_S, _SLEEPS_S = 0.005, 0.03
 _NAME = "ncclsafe-traceback-"
 _LINK = re.compile(rf"^/memfd:{_NAME}(\d+)-(\d+)-(\d+) ")
-_CURRENT = "Current thread"
+_HEAD = "(most recent call first)"
 # Python writes this line below its frames. Workers write to the same file, some of them late.
 _BY_PYTHON = "(by Python, process {pid})\n"
 _ANY_BY_PYTHON = _BY_PYTHON.partition("{")[0]
@@ -93,24 +95,26 @@ class TracebackSignal:
 
     def arm(self) -> Armed | None:
         """Arms two unused real-time signals, or re-arms the same ones; None where the platform has none."""
+        if self._file is not None and not self._c_signum and _is_main_thread():
+            self.close()  # it was set up in another thread, without signals
         if self._file is None:
             self._open()
         if self._file is None:
             return None
-        # Lightning restores all signals through Python, which does not know of faulthandler's handler.
+        # Lightning restores all signals through Python, which does not know of faulthandler's handler, and restarts no
+        # call of the system that a handler of Python's interrupts.
         if self._c_signum and not _handles(os.getpid(), self._c_signum):
             faulthandler.unregister(self._c_signum)
             faulthandler.register(self._c_signum, file=self._file, all_threads=False)
-        if self._python_signum and signal.getsignal(self._python_signum) is signal.SIG_DFL:
+        if self._python_signum and signal.getsignal(self._python_signum) in (signal.SIG_DFL, self._write):
             self._handle_in_python()
         return Armed(python_signum=self._python_signum, c_signum=self._c_signum, fd=self._file.fileno())
 
     def _open(self) -> None:
         free = _free_signals()
-        signums = free[:2] if threading.current_thread() is threading.main_thread() else [0, 0]
-        if len(free) < 2 or not hasattr(os, "memfd_create"):  # not on Linux, or on an old one
+        if len(free) < 2 or not hasattr(os, "memfd_create"):  # not Linux, an old one, or a program that takes them all
             return
-        self._python_signum, self._c_signum = signums
+        self._python_signum, self._c_signum = free[:2] if _is_main_thread() else (0, 0)
         self._pid = os.getpid()
         # In memory: a signal handler must not wait for storage.
         file = os.memfd_create(f"{_NAME}{self._pid}-{self._python_signum}-{self._c_signum}")
@@ -240,7 +244,7 @@ _early = TracebackSignal()
 
 
 def arm_early(environ: Mapping[str, str] = os.environ) -> None:
-    """Arms the signal if a launcher started this process as one of several ranks; never raises.
+    """Arms the signals if a launcher started this process as one of several ranks; never raises.
 
     Args:
         environ: The environment variables.
@@ -251,14 +255,14 @@ def arm_early(environ: Mapping[str, str] = os.environ) -> None:
 
 
 def take_early() -> TracebackSignal:
-    """The signal of this process, for its guard to arm and close: the one armed at import, if there is one."""
+    """The signals of this process, for its guard to arm and close: the one armed at import, if there is one."""
     global _early
     taken, _early = _early, TracebackSignal()
     return TracebackSignal() if taken.is_inherited else taken
 
 
 def leave(signal_: TracebackSignal) -> None:
-    """Called when a guard ends. The signal of one of several ranks stays armed for the next guard."""
+    """Called when a guard ends. The signals of one of several ranks stay armed for the next guard."""
     global _early
     if signal_.stays:
         _early = signal_
@@ -315,14 +319,16 @@ def ask(pid: int, armed: Armed, *, owner: int | None = None) -> tuple[Frame, ...
         if not (_handles(pid, armed.python_signum) and _handles(pid, armed.c_signum)):
             return ()
         before, began = path.stat().st_size, look_at_main_thread(pid)
-        os.kill(pid, armed.python_signum)
+        _send(pid, armed.python_signum)
         written = _wait_for_python(pid, path, before, began)
-        if written.endswith(_BY_PYTHON.format(pid=pid)):
+        if _is_whole(written, pid):
             return _above_handler(_stack_of_main(written))
-        if not _is_in_c(began, look_at_main_thread(pid)):
+        if not _is_in_c(began, look_at_main_thread(pid)) or not _handles(pid, armed.c_signum):
             return ()
-        os.kill(pid, armed.c_signum)
-        written = _wait_for_c(path, before)
+        size = path.stat().st_size
+        _send(pid, armed.c_signum)
+        _wait_for_c(path, size)
+        written = _read(path, before)
     except OSError:
         return ()
     return _answer_to_both(written, pid)
@@ -333,17 +339,40 @@ def _answer_to_both(written: str, pid: int) -> tuple[Frame, ...]:
     if _ANY_BY_PYTHON not in written:
         return _above_handler(_stack_of_main(written))
     # If it was about to, or another process has, the lines are mixed.
-    of_c, current, by_python = written.rpartition(_CURRENT)
+    of_c, head, by_python = written.rpartition(_HEAD)
     earlier = _stack_of_main(of_c)
     is_apart = bool(earlier) and not _has_handler(earlier) and _ANY_BY_PYTHON not in of_c
     is_its = by_python.endswith(_BY_PYTHON.format(pid=pid))
-    return _above_handler(_stack_of_main(current + by_python)) if is_apart and is_its else ()
+    return _above_handler(_stack_of_main(head + by_python)) if is_apart and is_its else ()
+
+
+def _is_whole(written: str, pid: int) -> bool:
+    """Whether Python has answered; another peer may have asked before, and only the end of that answer be in here."""
+    return _HEAD in written and written.endswith(_BY_PYTHON.format(pid=pid))
+
+
+def _send(pid: int, signum: int) -> None:
+    """Sends a signal to the main thread: sent to the process, another thread may take it, and write its own stack."""
+    if _tgkill() is None:
+        os.kill(pid, signum)
+    elif _tgkill()(pid, pid, signum):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+@cache
+def _tgkill() -> Any:
+    """The C library's function; None where it has none (glibc before 2.30)."""
+    return getattr(ctypes.CDLL(None, use_errno=True), "tgkill", None)
+
+
+def _is_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
 
 
 def _wait_for_python(pid: int, path: Path, before: int, began: ThreadLook) -> str:
     """What is written until it is complete, or the main thread has turned out to be in C."""
     began_s, written = time.monotonic(), ""
-    while not written.endswith(_BY_PYTHON.format(pid=pid)) and time.monotonic() < began_s + _ANSWER_S:
+    while not _is_whole(written, pid) and time.monotonic() < began_s + _ANSWER_S:
         time.sleep(_POLL_S)
         if path.stat().st_size > before:
             written = _read(path, before)
@@ -353,8 +382,11 @@ def _wait_for_python(pid: int, path: Path, before: int, began: ThreadLook) -> st
 
 
 def _is_in_c(began: ThreadLook, now: ThreadLook) -> bool:
-    """Whether a main thread that has not called a Python handler since is in C: it sleeps, or has run for a while."""
-    return now.is_asleep or (now.is_running and (now.ran_s or 0.0) - (began.ran_s or 0.0) >= _RUNS_S)
+    """Whether a main thread that has not called a Python handler since is in C: it sleeps, or has run for a while.
+
+    In uninterruptible sleep it has not even received the signal, and could not answer another one.
+    """
+    return now.is_interruptible or (now.is_running and (now.ran_s or 0.0) - (began.ran_s or 0.0) >= _RUNS_S)
 
 
 def _above_handler(stack: tuple[Frame, ...]) -> tuple[Frame, ...]:
@@ -379,8 +411,8 @@ def parse_threads(text: str) -> list[tuple[Frame, ...]]:
     threads: list[list[Frame]] = []
     current = -1
     for line in text.splitlines():
-        if "(most recent call first)" in line:
-            current = len(threads) if line.startswith(_CURRENT) else current
+        if _HEAD in line:
+            current = len(threads) if line.startswith("Current thread") else current
             threads.append([])
         elif threads and (frame := _frame(line)) is not None:
             threads[-1].append(frame)
@@ -397,7 +429,7 @@ def _frame(line: str) -> Frame | None:
     return seen_frame(found["file"], int(found["line"]), found["function"])
 
 
-def _wait_for_c(path: Path, before: int) -> str:
+def _wait_for_c(path: Path, before: int) -> None:
     """Waits until the file has grown and stopped growing; its size is all that can be watched across processes."""
     deadline = time.monotonic() + _ANSWER_S
     size = before
@@ -407,7 +439,6 @@ def _wait_for_c(path: Path, before: int) -> str:
         if grown > before and grown == size:
             break
         size = grown
-    return _read(path, before)
 
 
 def _read(path: Path, begin: int) -> str:

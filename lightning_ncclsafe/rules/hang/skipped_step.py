@@ -251,7 +251,7 @@ def _reduces_nothing(steps: StepFacts) -> bool:
     """Whether no backward pass has exchanged gradients, as far back as is known."""
     # Epoch, batch, passes, those of them that reduced nothing; without zeros at the end.
     counts = [(*entry, 0, 0)[2:4] for entry in (*steps.passes, steps.under_way) if entry]
-    return bool(counts) and all(made == kept for made, kept in counts)
+    return any(made for made, _ in counts) and all(made == kept for made, kept in counts)
 
 
 def _may_be_ahead(view: Timeline, rank: int, of: int) -> int:

@@ -71,7 +71,7 @@ def _usual_ms(view: Timeline) -> set[int]:
 
     A shorter one than any of these limits is the program's own: it has set the timeout of the group.
     """
-    shortest_ms = view.job.incident.shortest_timeout_s * 1000
+    shortest_ms = round(view.job.incident.shortest_timeout_s * 1000)
     # Other groups may have many recent calls, as with a sharded model.
     of_default = (
         [call for call in facts.collectives if group_and_backend(call.group)[0] == "0"] for facts in view.facts.values()

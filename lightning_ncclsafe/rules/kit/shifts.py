@@ -8,6 +8,7 @@ from lightning_ncclsafe.code.libraries import JOIN
 from lightning_ncclsafe.facts import Collective, Frame, Progress
 from lightning_ncclsafe.rules.kit.frames import (
     deepest_user_frame,
+    depth_passed,
     inside_trainer,
     is_before,
     is_in,
@@ -228,8 +229,18 @@ def _are_past(view: Timeline, few: tuple[int, ...], many: tuple[int, ...], befor
     return is_new and all(
         _is_in_one_batch(here.progress, there.progress)
         and is_before(inside_trainer(there.stack), inside_trainer(here.stack))
+        and not _are_in_two_arms(inside_trainer(here.stack), inside_trainer(there.stack))
         for here, there in pairs
     )
+
+
+def _are_in_two_arms(own: tuple[Frame, ...], other: tuple[Frame, ...]) -> bool:
+    """Whether one condition has led two stacks to different lines of a function, so that neither is past the other."""
+    depth = depth_passed(own, other)
+    if depth is None:
+        return False
+    here, there = ({branch.line: branch.test for branch in stack[depth].branches} for stack in (own, other))
+    return any(there.get(line, test) != test for line, test in here.items())
 
 
 def _is_in_one_batch(here: Progress, there: Progress) -> bool:
