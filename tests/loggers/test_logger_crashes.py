@@ -365,9 +365,9 @@ def test_only_rank_0_stages(launched: Cases, name: str) -> None:
     for logger in LOGGERS:
         assert case.steps(logger) == list(range(50)), case.output
     assert not case.staged
-    # Lightning leaves its variables, and a thread that watches its ranks.
+    # Lightning leaves its variables, and a thread that watches its ranks; a rank stays armed for its next guard.
     (left,) = re.findall("left behind: (.*)", case.output)
-    assert "ncclsafe" not in left
+    assert [one for one in ast.literal_eval(left) if "ncclsafe" in one and TracebackSignal.__name__ not in one] == []
 
 
 def test_the_guard_flushes_loggers_before_ending_the_run(launched: Cases) -> None:
