@@ -1,5 +1,6 @@
 """Whole programs whose loggers are offloaded, and what is on storage after they were killed, failed or met a fault."""
 
+import ast
 import csv
 import json
 import os
@@ -16,6 +17,8 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from warm import Warm, environment
+
+from lightning_ncclsafe.probes.process.traceback_signal import TracebackSignal
 
 # The first test waits for all programs.
 pytestmark = pytest.mark.timeout(320)  # for two such programs, one after the other, on a busy machine
