@@ -73,6 +73,7 @@ _RUNS_S = 0.01
 _MOST_READS = 3
 # How often a peer is looked at again, as its guard may have had a turn meanwhile.
 _LOOKS_AFTERWARDS = 3
+# How many peers are asked at a time.
 _AT_ONCE = 8
 # A thread that executes bytecode for so long has released the GIL at least twice, if others wait for it.
 _SWITCHES_S = 0.02
@@ -375,7 +376,7 @@ class RankProbe:
         running = [peer for peer, facts in zip(peers, seen, strict=True) if facts.state in ANSWERING]
         if not running:
             return seen
-        # They take their time, each for itself.
+        # At the same time, as each takes a while to answer.
         with ThreadPoolExecutor(min(len(running), _AT_ONCE), thread_name_prefix=f"{OWN_THREADS}witness") as pool:
             answers = dict(zip(running, pool.map(self._asked, running), strict=True))
         for index, peer in enumerate(peers):

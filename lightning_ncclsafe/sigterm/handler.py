@@ -128,11 +128,11 @@ class StopSignal:
                     method(signum, None)
 
     def fail(self) -> None:
-        """Called when this rank's call has failed, before :meth:`detach`: signals are only noted from then on.
+        """Called when this rank's call has failed, before :meth:`detach`: from then on, SIGTERM is only noted.
 
-        A launcher sends SIGTERM to the ranks that are left, while their exceptions are still being printed. Lightning's
-        handler would broadcast it to ranks of which some are gone: on gloo it raises amid whatever it interrupts, on
-        NCCL it waits for them.
+        A launcher sends it to the remaining ranks while their exceptions are still being printed. Lightning's handler
+        would broadcast it, although some ranks are gone: on gloo, the broadcast raises amid whatever it interrupts; on
+        NCCL, it would wait (not tried).
         """
         self._has_failed = True
 
@@ -180,7 +180,7 @@ class StopSignal:
         self._agreement.receive((lambda: launcher.kill(signum)) if launcher is not None else lambda: None)
 
     def _note(self, signum: int, frame: Any) -> None:
-        """Handles SIGTERM after a failed call, as Lightning does but for the broadcast."""
+        """Handles SIGTERM after a failed call, as Lightning does, but without the broadcast."""
         connector, launcher = self._trainer._signal_connector, self._trainer.strategy.launcher
         if launcher is not None and not connector.received_sigterm:
             launcher.kill(signum)

@@ -154,8 +154,8 @@ class GuardedCall:
 
     def failed(self, error: BaseException) -> CollectiveTimeoutError | None:
         """Reports an exception to the other ranks; returns the error to raise instead, if there is a better one."""
-        # Recorded as caught, too: in a later call, ranks that ended because of it would be missing.
         self._safely(self.features.fail)
+        # Recorded as caught, too: in a later call, ranks that ended because of it would be missing.
         self.raised(error, f"Trainer.{getattr(self._trainer.state.fn, 'value', 'fit')}")
         return self._leaving(lambda guard: guard.failed(error))
 

@@ -101,8 +101,8 @@ class TracebackSignal:
             self._open()
         if self._file is None:
             return None
-        # Lightning restores all signals through Python, which does not know of faulthandler's handler, and restarts no
-        # call of the system that a handler of Python's interrupts.
+        # Lightning restores all signals through Python. That removes faulthandler's handler, of which Python does not
+        # know, and calls of the system that our handler interrupts are no longer restarted.
         if self._c_signum and not _handles(os.getpid(), self._c_signum):
             faulthandler.unregister(self._c_signum)
             faulthandler.register(self._c_signum, file=self._file, all_threads=False)
@@ -255,7 +255,7 @@ def arm_early(environ: Mapping[str, str] = os.environ) -> None:
 
 
 def take_early() -> TracebackSignal:
-    """The signals of this process, for its guard to arm and close: the one armed at import, if there is one."""
+    """The signals of this process, for its guard to arm and close: those armed at import, if there are any."""
     global _early
     taken, _early = _early, TracebackSignal()
     return TracebackSignal() if taken.is_inherited else taken
@@ -290,7 +290,7 @@ def _number(text: str | None) -> int:
 
 
 def armed_in(pid: int) -> Armed | None:
-    """Where another process of this user on this host writes its traceback, by its open files; None if nowhere."""
+    """How another process of this user on this host is asked, by its open files; None if it is not armed."""
     with suppress(OSError):
         for name in os.listdir(f"/proc/{pid}/fd"):
             with suppress(OSError):  # closed meanwhile
@@ -335,7 +335,7 @@ def ask(pid: int, armed: Armed, *, owner: int | None = None) -> tuple[Frame, ...
 
 
 def _answer_to_both(written: str, pid: int) -> tuple[Frame, ...]:
-    """Python may have answered after all."""
+    """The stack, if both signals were sent: Python may have answered after all."""
     if _ANY_BY_PYTHON not in written:
         return _above_handler(_stack_of_main(written))
     # If it was about to, or another process has, the lines are mixed.

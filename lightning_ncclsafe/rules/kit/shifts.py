@@ -250,11 +250,12 @@ def _is_in_one_batch(here: Progress, there: Progress) -> bool:
 def _is_after_step_of(here: Progress, there: Progress) -> bool:
     """Whether one rank has done the step of a training batch in which another one is."""
     is_one_batch = _is_in_one_batch(here, there) and here.batch_idx >= 0
-    is_in_step, is_over = _is_in(there, ".training_step"), _is_in(here, "on_train_batch_end", "on_train_epoch_end")
+    is_in_step = _is_in_hook(there, ".training_step")
+    is_over = _is_in_hook(here, "on_train_batch_end", "on_train_epoch_end")
     return is_one_batch and is_in_step and is_over
 
 
-def _is_in(progress: Progress, *hooks: str) -> bool:
+def _is_in_hook(progress: Progress, *hooks: str) -> bool:
     return any(action.name.endswith(hooks) for action in progress.actions)
 
 
