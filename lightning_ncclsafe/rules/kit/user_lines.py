@@ -87,6 +87,11 @@ class DecidingBranches:
         """Whether only some ranks can have gone around the call: by a jump under a condition on the rank."""
         return len(self.branches) == 1 and bool(self.branches[0][1].within)
 
+    @property
+    def is_jump_on_data(self) -> bool:
+        """Whether ranks have gone around the call by a jump under a condition that is not on the rank."""
+        return len(self.branches) == 1 and bool(self.branches[0][1].jump) and self.branches[0][1].on is Decides.VALUE
+
     def words(self) -> str:
         """``"The call at train.py:44 in check may have been skipped by `return` (line 43), under …."``
 
@@ -135,7 +140,18 @@ def with_decision(view: Timeline, finding: Finding) -> Finding:
     is_other_side = 0 < 2 * len(deciding.around) <= len(view.facts) and finding.ranks != deciding.around
     if deciding.is_of_rank and is_other_side and finding.confidence is not Confidence.CERTAIN:
         return replace(finding, ranks=deciding.around, location=deciding.decided_at)
+    if deciding.is_jump_on_data and finding.ranks == deciding.around:
+        return _at_jump(finding, deciding)
     return finding
+
+
+def _at_jump(finding: Finding, deciding: DecidingBranches) -> Finding:
+    """The finding with the line at which the ranks that it names have left the way of the others.
+
+    That they have is observed; the line is concluded.
+    """
+    confidence = Confidence.LIKELY if finding.confidence is Confidence.CERTAIN else finding.confidence
+    return replace(finding, location=deciding.decided_at, confidence=confidence)
 
 
 def _outer_decision(view: Timeline, finding: Finding) -> DecidingBranches | None:
