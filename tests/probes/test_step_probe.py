@@ -492,6 +492,65 @@ def test_an_unused_part_is_located_where_gradients_are_switched_off_for_it() -> 
     assert StepRecord(trainer(Spared())).facts().unused_at == place("gradients switched off", "encode")
 
 
+class Asking(Stacked):
+    """Calls one function for its blocks, under a condition."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = batch.mean()
+        if len(batch) > 1:
+            loss = loss + self.of_blocks(batch)  # <- loss of blocks
+        return loss
+
+    def of_blocks(self, batch: Any) -> Any:
+        return self.encode(batch, [1])
+
+    def encode(self, batch: Any, chances: list[int]) -> Any:
+        return self.blocks(batch)  # type: ignore[attr-defined]  # <- blocks asked
+
+
+class AskingTwice(Asking):
+    """Calls it twice, so that nobody knows which call was left out."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.encode(batch, [1])
+
+
+@pytest.mark.parametrize(
+    ("module", "line"),
+    [
+        (Asking, place("loss of blocks", "training_step")),
+        (AskingTwice, place("blocks asked", "encode")),
+    ],
+)
+def test_an_unused_part_is_located_where_its_only_function_is_called(module: type[Stacked], line: str) -> None:
+    assert StepRecord(trainer(module())).facts().unused_at == line
+
+
+class EarlyExit(Module):
+    """Uses a part in a function that another class overrides, calls by ``super()`` and leaves out."""
+
+    def __init__(self) -> None:
+        super().__init__(exit_weight=Parameter(grad=1), blocks_weight=Parameter())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch)
+
+    def loss(self, batch: Any) -> Any:
+        return self.blocks(batch)  # type: ignore[attr-defined]
+
+
+class Exiting(EarlyExit):
+    def loss(self, batch: Any) -> Any:
+        early = self.exit(batch)  # type: ignore[attr-defined]
+        if early.is_sure():
+            return early  # <- left before the rest
+        return early + super().loss(batch)
+
+
+def test_an_unused_part_is_located_where_the_overriding_function_leaves_it_out() -> None:
+    assert StepRecord(trainer(Exiting())).facts().unused_at == place("left before the rest", "loss")
+
+
 def test_parameter_indices_from_ddp_become_names() -> None:
     module = Deep(fixed=Parameter(requires_grad=False), tail=Parameter(grad=1), head_weight=Parameter(grad=1))
     _, record = begun(module)

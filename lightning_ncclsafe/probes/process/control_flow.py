@@ -96,7 +96,9 @@ class ControlFlow:
         self._lines = source.split("\n")
         self._known: dict[int, Around] = {}
         self._body, self._of_rank = parsed(source).body, RankNames()
+        self._state: frozenset[str] = frozenset()
         with suppress(RecursionError):
+            self._state = _state_of(self._body)
             self._of_rank = names_of_rank(self._body)
             self._of_rank = self._of_rank._replace(held=self._held_on_some_ranks())
             self._known.clear()
@@ -140,7 +142,7 @@ class ControlFlow:
     def _condition_of_rank(self, value: ast.expr) -> str:
         """The condition on the rank under which a value is given, and on other ranks none; empty if unknown."""
         if isinstance(value, ast.IfExp):
-            is_of_rank = may_be_none(value) and _decides(value.test, self._of_rank) is Decides.RANK
+            is_of_rank = may_be_none(value) and self._decides(value.test) is Decides.RANK
             return ast.unparse(value.test) if is_of_rank else ""
         condition = self.around(value.lineno).rank_condition
         return "" if condition.startswith((ELSE, f"{PAST}raise")) else condition
@@ -167,7 +169,7 @@ class ControlFlow:
     def _arms(self, statement: ast.stmt) -> Iterator[_Arm]:
         """The blocks of a statement."""
         if isinstance(statement, ast.If):
-            decides = _decides(statement.test, self._of_rank)
+            decides = self._decides(statement.test)
             for block, without in ((statement.body, ""), (statement.orelse, ELSE)):
                 yield _Arm(block, self._head(statement.lineno, decides, block, without), is_condition=True)
         elif isinstance(statement, _LOOPS):
@@ -178,7 +180,7 @@ class ControlFlow:
         elif isinstance(statement, (ast.With, ast.AsyncWith)):
             yield _Arm(statement.body, self._suppressed(statement), is_tried=True)
         elif isinstance(statement, ast.Match):
-            decides = _decides(statement.subject, self._of_rank)
+            decides = self._decides(statement.subject)
             heads = ((case.body, self._head(case.pattern.lineno, decides, case.body)) for case in statement.cases)
             yield from (_Arm(block, branch, is_condition=True) for block, branch in heads)
         elif isinstance(statement, (*FUNCTIONS, ast.ClassDef)):
@@ -220,7 +222,7 @@ class ControlFlow:
             arms = {without: [call for value in node.values[1:] for call in _calls(value)]}
         calling = [without for without, calls in arms.items() if calls]
         others = len(_calls(whole)) - len(_calls(test)) - sum(map(len, arms.values()))
-        decides = _decides(test, self._of_rank)
+        decides = self._decides(test)
         # The line does not show which of several calls on it runs.
         if calling and (decides is not Decides.RANK or (len(calling) == 1 and not others)):
             yield _branch(node.lineno, decides, last_line(node), f"if {ast.unparse(test)}", calling[0])
@@ -259,6 +261,12 @@ class ControlFlow:
         is_alike = _is_constant(statement.test) if isinstance(statement, ast.While) else _is_counted(statement.iter)
         return None if is_alike else self._head(statement.lineno, Decides.PASSES, statement.body)
 
+    def _decides(self, test: ast.expr) -> Decides:
+        """What a condition depends on. A counter or constant is the same on all ranks."""
+        if self._of_rank.decides(test):
+            return Decides.RANK
+        return Decides.COMMON if _is_counter(test, self._state) or _is_constant(test) else Decides.VALUE
+
     def _head(self, line: int, on: Decides, block: _Block, without: str = "") -> Branch:
         """The branch at a line that decides whether a block runs."""
         return _branch(line, on, last_line(block[-1]) if block else 0, self._lines[line - 1].strip(), without)
@@ -268,13 +276,6 @@ def _branch(line: int, on: Decides, until: int, code: str, without: str = "") ->
     return Branch(line=line, test=f"{without}{code[:_MOST_CHARACTERS]}  (line {line})", on=on, until=until)
 
 
-def _decides(test: ast.expr, of_rank: RankNames) -> Decides:
-    """What a condition depends on. A counter or constant is the same on all ranks."""
-    if of_rank.decides(test):
-        return Decides.RANK
-    return Decides.COMMON if _is_counter(test) or _is_constant(test) else Decides.VALUE
-
-
 def _of_all(around: tuple[Branch, ...]) -> Decides:
     """What it depends on whether a jump within all these branches is reached."""
     if len(around) == 1:
@@ -282,13 +283,27 @@ def _of_all(around: tuple[Branch, ...]) -> Decides:
     return Decides.EXCEPTION if any(branch.on is Decides.EXCEPTION for branch in around) else Decides.VALUE
 
 
-def _is_counter(test: ast.expr) -> bool:
+def _is_counter(test: ast.expr, state: frozenset[str]) -> bool:
+    """Whether a condition is on a counter, and on nothing that may differ: settings do not, but state may."""
     if isinstance(test, ast.BoolOp):
-        return all(map(_is_counter, test.values))
+        return all(_is_counter(value, state) for value in test.values)
     if isinstance(test, ast.UnaryOp):
-        return _is_counter(test.operand)
+        return _is_counter(test.operand, state)
     named = {name_of(node) for node in ast.walk(test) if isinstance(node, (ast.Name, ast.Attribute))}
-    return not _calls(test) and not named.isdisjoint(_COUNTED)
+    return not _calls(test) and not named.isdisjoint(_COUNTED) and named.isdisjoint(state - _COUNTED)
+
+
+def _state_of(body: _Block) -> frozenset[str]:
+    """The attributes that a file sets outside of ``__init__``."""
+    set_in = (
+        (function.name, node.attr)
+        for statement in body
+        for function in ast.walk(statement)
+        if isinstance(function, FUNCTIONS)
+        for node in ast.walk(function)
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+    )
+    return frozenset(attribute for function, attribute in set_in if function != "__init__")
 
 
 def _is_counted(items: ast.expr) -> bool:

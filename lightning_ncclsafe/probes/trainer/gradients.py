@@ -1,16 +1,19 @@
 """Finds parameters that DDP complains about, and the line of user code that skips them or makes them."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from lightning_ncclsafe.probes.trainer.source_lines import BEFORE_TRAINING, HookSource, source_of, sources_in
+from lightning_ncclsafe.probes.trainer.source_lines import BEFORE_TRAINING, HookSource, sources_in
 
 # DDP numbers the parameters that required a gradient when it was created.
 _NO_GRADIENT = re.compile(r"indices which did not receive grad for rank \d+:((?: \d+)+)")
 _OTHER_SIZE = re.compile(r"params\[(\d+)\] in this process with sizes")
 # Lightning divides a loss by the number of batches that accumulate, and a precision may scale it.
 _MOST_OPERATIONS = 4
+# From a line that uses a part of the model outwards, to the hook.
+_MOST_CALLERS = 3
+_USUAL = {"forward": 0, "training_step": 1}
 
 
 def trained_parameters(module: Any) -> list[str]:
@@ -108,18 +111,51 @@ class _Use(NamedTuple):
 
 
 def _use_of(module: Any, parts: list[str], level: int) -> _Use | None:
-    """Where the user code of a module uses one of its parts: calls it, or else names it."""
+    """Where the user code of a module uses one of its parts: calls it, or else names it.
+
+    If nothing leads around that line in a function, where that function is called, if something does there.
+    """
     for name in parts[:level]:
         module = getattr(module, name, None)
-    sources = [source for source in _functions_of(module) if source.uses(parts[level])]
+    functions = _functions_of(module)
+    sources = [source for source in functions if source.uses(parts[level])]
     for source in sorted(sources, key=lambda source: not source.calls(parts[level])):
         line = source.uses(parts[level])
         off = source.place(source.switches_gradients_off(line))
+        source, line = _decided_in(source, line, functions)
         return _Use(source.place(line), off, source.leads_around(line), source.conditions_around(line))
     return None
 
 
-def _functions_of(part: Any) -> Iterator[HookSource]:
-    """The functions that run in a step, the usual ones first."""
-    yield from (source_of(part, name) for name in ("forward", "training_step"))
-    yield from (source for source in sources_in([part]) if source.name not in BEFORE_TRAINING)
+def _decided_in(source: HookSource, line: int, functions: Sequence[HookSource]) -> tuple[HookSource, int]:
+    """The function that decides whether a line is reached: that of the line, or the only one that calls it; the line.
+
+    Args:
+        source: The function of the line.
+        line: The line.
+        functions: Those of the object and its bases, in which methods that override others come before these.
+    """
+    decides, at = source, line
+    for _ in range(_MOST_CALLERS):
+        if decides.leads_around(at):
+            break
+        overriding = [one for one in functions if one.name == decides.name]
+        if above := overriding[: overriding.index(decides)]:
+            calls = [(above[-1], call) for call in above[-1].calls_on("super", decides.name)]
+        else:
+            calls = [(one, call) for one in functions for call in one.calls_on("self", decides.name)]
+        if len(calls) != 1:
+            break
+        ((decides, at),) = calls
+    return (decides, at) if decides.leads_around(at) else (source, line)
+
+
+def _functions_of(part: Any) -> list[HookSource]:
+    """The functions that run in a step, the usual ones first; of those that others override, those that these call."""
+    reached: dict[str, list[HookSource]] = {}
+    for source in sources_in([part]):
+        overriding = reached.setdefault(source.name, [])
+        if not overriding or overriding[-1].calls_on("super", source.name):
+            overriding.append(source)
+    in_steps = (source for name, each in reached.items() if name not in BEFORE_TRAINING for source in each)
+    return sorted(in_steps, key=lambda source: _USUAL.get(source.name, len(_USUAL)))

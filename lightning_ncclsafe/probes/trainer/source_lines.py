@@ -146,6 +146,12 @@ class HookSource:
         """Where it calls a function of one of these names: ``"file:line in training_step"``."""
         return tuple(self.place(call.lineno) for call in self._each(ast.Call) if name_of(call.func) in names)
 
+    def calls_on(self, owner: str, method: str) -> tuple[int, ...]:
+        """The lines that call a method of ``self`` or, with ``owner="super"``, of the classes behind this one's."""
+        calls = ((call.lineno, call.func) for call in self._each(ast.Call))
+        called = ((line, ast.unparse(func)) for line, func in calls if name_of(func) == method)
+        return tuple(line for line, whole in called if re.match(rf"{owner}(\(.*\))?\.{method}$", whole))
+
     def lines_that_step(self) -> tuple[int, ...]:
         """The lines that call the ``step`` of an optimizer, by its name: a scheduler has one, too."""
         steps = (call for call in self._each(ast.Call) if name_of(call.func) == "step")

@@ -140,16 +140,17 @@ def with_decision(view: Timeline, finding: Finding) -> Finding:
     is_other_side = 0 < 2 * len(deciding.around) <= len(view.facts) and finding.ranks != deciding.around
     if deciding.is_of_rank and is_other_side and finding.confidence is not Confidence.CERTAIN:
         return replace(finding, ranks=deciding.around, location=deciding.decided_at)
-    if deciding.is_jump_on_data and finding.ranks == deciding.around:
-        return _at_jump(finding, deciding)
     return finding
 
 
-def _at_jump(finding: Finding, deciding: DecidingBranches) -> Finding:
-    """The finding with the line at which the ranks that it names have left the way of the others.
+def at_jump(view: Timeline, finding: Finding) -> Finding:
+    """The same finding; if its ranks have jumped over its line by a condition that is not on the rank, at that jump.
 
-    That they have is observed; the line is concluded.
+    There they have left the way of the others. That they have is observed, but the jump is concluded.
     """
+    deciding = decision(view, finding.location)
+    if deciding is None or not deciding.is_jump_on_data or finding.ranks != deciding.around:
+        return finding
     confidence = Confidence.LIKELY if finding.confidence is Confidence.CERTAIN else finding.confidence
     return replace(finding, location=deciding.decided_at, confidence=confidence)
 

@@ -16,6 +16,7 @@ from lightning_ncclsafe.rules.kit import (
     Plan,
     Timeline,
     all_garbled,
+    at_jump,
     gathering_alone,
     hang_rule,
     has_misread_sizes,
@@ -68,7 +69,7 @@ def diverged_collectives(view: Timeline) -> Iterator[Finding]:
     """
     found = known_reason(view) or (None if _is_other_cause(view) else _by_calls(view))
     if found is not None:
-        yield with_decision(view, found)
+        yield at_jump(view, with_decision(view, found))
 
 
 def _by_calls(view: Timeline) -> Finding | None:
