@@ -493,19 +493,29 @@ def test_an_unused_part_is_located_where_gradients_are_switched_off_for_it() -> 
 
 
 class Asking(Stacked):
-    """Calls one function for its blocks, under a condition."""
+    """Calls one function for its blocks, unless it has returned before."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = batch.mean()
-        if len(batch) > 1:
-            loss = loss + self.of_blocks(batch)  # <- loss of blocks
-        return loss
+        if len(batch) < 2:
+            return loss  # <- blocks not asked
+        return loss + self.of_blocks(batch)
 
     def of_blocks(self, batch: Any) -> Any:
         return self.encode(batch, [1])
 
     def encode(self, batch: Any, chances: list[int]) -> Any:
         return self.blocks(batch)  # type: ignore[attr-defined]  # <- blocks asked
+
+
+class AskingIf(Asking):
+    """Calls it under a condition: the line of the part says more."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = batch.mean()
+        if len(batch) > 1:
+            loss = loss + self.of_blocks(batch)
+        return loss
 
 
 class AskingTwice(Asking):
@@ -518,11 +528,12 @@ class AskingTwice(Asking):
 @pytest.mark.parametrize(
     ("module", "line"),
     [
-        (Asking, place("loss of blocks", "training_step")),
+        (Asking, place("blocks not asked", "training_step")),
+        (AskingIf, place("blocks asked", "encode")),
         (AskingTwice, place("blocks asked", "encode")),
     ],
 )
-def test_an_unused_part_is_located_where_its_only_function_is_called(module: type[Stacked], line: str) -> None:
+def test_an_unused_part_is_located_where_a_jump_leads_around_its_function(module: type[Stacked], line: str) -> None:
     assert StepRecord(trainer(module())).facts().unused_at == line
 
 

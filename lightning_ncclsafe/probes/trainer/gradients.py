@@ -113,7 +113,7 @@ class _Use(NamedTuple):
 def _use_of(module: Any, parts: list[str], level: int) -> _Use | None:
     """Where the user code of a module uses one of its parts: calls it, or else names it.
 
-    If nothing leads around that line in a function, where that function is called, if something does there.
+    If nothing leads around that line in a function, where that function is called, if a jump does there.
     """
     for name in parts[:level]:
         module = getattr(module, name, None)
@@ -128,7 +128,9 @@ def _use_of(module: Any, parts: list[str], level: int) -> _Use | None:
 
 
 def _decided_in(source: HookSource, line: int, functions: Sequence[HookSource]) -> tuple[HookSource, int]:
-    """The function that decides whether a line is reached: that of the line, or the only one that calls it; the line.
+    """The function that jumps around a line: that of the line, or the only one that calls it; and its line.
+
+    A condition around the call is no jump: what it leaves out is told at the line itself.
 
     Args:
         source: The function of the line.
@@ -147,7 +149,8 @@ def _decided_in(source: HookSource, line: int, functions: Sequence[HookSource]) 
         if len(calls) != 1:
             break
         ((decides, at),) = calls
-    return (decides, at) if decides.leads_around(at) else (source, line)
+    is_jump = decides.leads_around(at) and not decides.conditions_around(at)
+    return (decides, at) if is_jump else (source, line)
 
 
 def _functions_of(part: Any) -> list[HookSource]:
