@@ -35,6 +35,25 @@ def branches(source: str) -> list[str]:
         ),
         pytest.param(
             """
+            class Best:
+                def __init__(self):
+                    self.every = 2
+
+                def keep(self):
+                    self.best_epoch = self.trainer.current_epoch
+
+                def load(self):
+                    if self.trainer.current_epoch % self.every:
+                        return
+                    if self.trainer.current_epoch == self.best_epoch:
+                        return
+                    reduce(self.weights)  # <-
+            """,
+            ["10 return common", "12 return value"],
+            id="a counter with a setting, and one with what a rank has kept",
+        ),
+        pytest.param(
+            """
             def step(self, batch):
                 if batch.any():
                     reduce(batch)  # <-

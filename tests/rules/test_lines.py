@@ -15,6 +15,7 @@ from judged import first
 from test_shifts import of
 
 from lightning_ncclsafe.facts import Action, Branch, Collective, Decides, Frame, JobFacts, ModelUnit, Phase, UnitKind
+from lightning_ncclsafe.facts.findings import Confidence
 from lightning_ncclsafe.probes.process.control_flow import ControlFlow
 from lightning_ncclsafe.rules.kit.frames import is_in_loop_below, loop_left
 from lightning_ncclsafe.rules.kit.shifts import shift
@@ -404,19 +405,37 @@ def with_branches(facts: JobFacts, *branches: Branch, lines: tuple[int, ...] = (
     return replace(facts, ranks=tuple(ranks))
 
 
-def test_a_finding_names_the_call_and_what_may_have_led_around_it() -> None:
+def test_ranks_that_have_skipped_a_call_are_told_the_jump_that_may_have_led_around_it() -> None:
     skipped = of("rgrgrb", "rgrrb", "rgrgrb")
     finding = first(with_branches(skipped, RETURN))
-    assert (finding.ranks, finding.location) == ((1,), f"{FILE}:40 in step")
-    assert finding.decided_at == f"{FILE}:39 in step"
+    assert (finding.ranks, finding.location) == ((1,), f"{FILE}:39 in step")
+    assert (finding.decided_at, finding.confidence) == (f"{FILE}:39 in step", Confidence.LIKELY)
     assert finding.summary.endswith(
         "The call at train.py:40 in step may have been skipped by `return` (line 39), under "
         "`if not batch.any():` (line 38)."
     )
-    several = first(with_branches(skipped, replace(RETURN, line=36), RETURN))
-    assert several.decided_at == ""
-    assert any("What may have led around train.py:40 in step" in item.text for item in several.evidence)
-    assert first(skipped).decided_at == ""
+
+
+@pytest.mark.parametrize(
+    ("branches", "decided_at"),
+    [
+        ((), ""),
+        ((replace(RETURN, line=36), RETURN), ""),
+        ((replace(RETURN, line=38, jump="", until=40),), f"{FILE}:38 in step"),
+    ],
+    ids=["nothing known", "two jumps", "a condition around it"],
+)
+def test_without_a_single_jump_they_are_told_the_call(branches: tuple[Branch, ...], decided_at: str) -> None:
+    finding = first(with_branches(of("rgrgrb", "rgrrb", "rgrgrb"), *branches))
+    assert (finding.ranks, finding.location, finding.decided_at) == ((1,), f"{FILE}:40 in step", decided_at)
+    is_listed = any("What may have led around train.py:40 in step" in item.text for item in finding.evidence)
+    assert is_listed is (len(branches) > 1)
+
+
+def test_ranks_that_alone_have_made_a_call_are_told_the_call_and_not_the_jump_of_the_others() -> None:
+    finding = first(with_branches(of("rgrrb", "rgrgrb", "rgrrb"), RETURN))
+    assert (finding.ranks, finding.location) == ((1,), f"{FILE}:40 in step")
+    assert finding.decided_at == f"{FILE}:39 in step"
 
 
 def test_a_rank_is_not_said_to_have_skipped_what_all_have_called() -> None:
