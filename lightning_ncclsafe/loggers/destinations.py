@@ -1,47 +1,22 @@
-"""Where files of loggers are written to: a directory of a mounted file system, or below an fsspec URL."""
+"""Where files of loggers are written to: a directory of a mounted file system, or below an fsspec URL.
+
+Names of files are relative, with ``/``. Every call may block for as long as the storage does.
+"""
 
 import os
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
-
-
-class Destination(Protocol):
-    """A directory of files. Names are relative, with ``/``. Every call may block for as long as the storage does.
-
-    Attributes:
-        path: The directory, as the user knows it.
-        pace_s: Least pause between two writes, seconds.
-        appends: Whether appended bytes can be read from the same file.
-        folders: Its absolute paths on this host.
-    """
-
-    path: str
-    pace_s: float
-    appends: bool
-    folders: tuple[str, ...]
-
-    def size(self, file: str) -> int | None:
-        """Bytes of a file; None if there is none."""
-
-    def append(self, file: str, data: bytes) -> None:
-        """Appends; creates the file and its directory if needed.
-
-        Raises:
-            OSError: If the storage refuses. A part may have been written.
-        """
-
-    def read(self, file: str, start: int = 0) -> bytes:
-        """The bytes of a file from ``start`` on; empty if there is no file."""
-
-    def replace(self, file: str, data: bytes) -> None:
-        """Writes a whole file; readers see the old or the new one."""
+from typing import Any
 
 
 class LocalDestination:
     """A directory of a mounted file system.
 
     Attributes:
+        path: The directory, as the user knows it.
+        pace_s: Least pause between two writes, seconds.
+        appends: Whether appended bytes can be read from the same file.
+        folders: Its absolute paths on this host.
         device: Number of its device when the run began, or of that of what existed above it. A directory that is
             removed is created again, but not on the disk below a mount that is gone.
     """
@@ -53,7 +28,7 @@ class LocalDestination:
         self.path = path
         # A program may change its working directory.
         self._folder = Path(path).absolute()
-        self.folders = tuple({os.path.abspath(path), os.path.realpath(path)})
+        self.folders: tuple[str, ...] = tuple({os.path.abspath(path), os.path.realpath(path)})
         self.device = _device_of(self._folder)
 
     def size(self, file: str) -> int | None:
@@ -64,7 +39,11 @@ class LocalDestination:
             return None
 
     def append(self, file: str, data: bytes) -> None:
-        """Appends in one system call, so that readers see whole records."""
+        """Appends in one system call, so that readers see whole records; creates the file and its directory if needed.
+
+        Raises:
+            OSError: If the storage refuses. A part may have been written.
+        """
         handle = self._open(self._folder / file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         try:
             view = memoryview(data)
@@ -83,7 +62,7 @@ class LocalDestination:
             return b""
 
     def replace(self, file: str, data: bytes) -> None:
-        """Writes a temporary file, then renames it."""
+        """Writes a whole file, by renaming a temporary one: readers see the old or the new one."""
         path = self._folder / file
         temporary = path.with_name(f".{path.name}.ncclsafe")
         handle = self._open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -131,13 +110,10 @@ class RemoteDestination:
 
     def size(self, file: str) -> int | None:
         """Bytes of a file and of its numbered ones; None if there is none."""
-        sizes = []
-        name, number = file, 0
-        while (size := self._size_of(name)) is not None or not number:
-            sizes += [] if size is None else [size]
-            number += 1
-            name = f"{file}.{number}"
-        return sum(sizes) if sizes else None
+        sizes = [self._size_of(file)]
+        while (size := self._size_of(f"{file}.{len(sizes)}")) is not None:
+            sizes.append(size)
+        return None if sizes == [None] else sum(filter(None, sizes))
 
     def append(self, file: str, data: bytes) -> None:
         """Appends, or writes the next numbered file."""
@@ -182,6 +158,9 @@ class RemoteDestination:
 
     def _name(self, file: str) -> str:
         return f"{self._root.rstrip('/')}/{file}"
+
+
+Destination = LocalDestination | RemoteDestination
 
 
 def open_destination(path: str) -> Destination:

@@ -6,8 +6,8 @@ import io
 import json
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -43,19 +43,13 @@ def read_table(data: bytes) -> CsvTable:
     while whole.count(b'"') % 2:
         whole, newline, rest = whole.rpartition(b"\n")
     reader = csv.DictReader(io.StringIO((whole + newline).decode(errors="replace"), newline=""))
-    with _fields_of_any_size():
-        rows: list[dict[str, Any]] = list(reader)
-        return CsvTable(list(reader.fieldnames or ()), rows, not rest, len(data))
-
-
-@contextmanager
-def _fields_of_any_size() -> Iterator[None]:
     with _field_size:
         limit = csv.field_size_limit(sys.maxsize)
         try:
-            yield
+            rows: list[dict[str, Any]] = list(reader)
         finally:
             csv.field_size_limit(limit)
+    return CsvTable(list(reader.fieldnames or ()), rows, not rest, len(data))
 
 
 def columns_with(header: Sequence[str], rows: Iterable[dict[str, Any]]) -> list[str]:
@@ -90,6 +84,8 @@ def cells(row: dict[str, Any]) -> dict[str, str]:
 
 
 Anchors = dict[str, dict[str, Any]]
+# What could not be written, and why, by kind and file.
+_Failed = dict[tuple[str, str], tuple[Sequence[StagedFrame], Exception]]
 # A file that is refused this often in a row, for a reason that does not pass, is given up.
 _MOST_REFUSALS = 3
 _LASTING = (errno.ENAMETOOLONG, errno.EINVAL, errno.EISDIR, errno.ELOOP)
@@ -135,52 +131,48 @@ class FilesSink:
         """
         sure, self._sure = self._sure, set()
         after: Anchors = {}
-        failed: list[_Refused] = []
+        failed: _Failed = {}
         ordered = sorted(frames, key=lambda frame: (frame.kind, frame.file))
         for key, group in groupby(ordered, key=lambda frame: (frame.kind, frame.file)):
             same = list(group)
             try:
-                after.update(self._write(same, same[0].file in sure))
+                after.update(self._write(*key, same, key[1] in sure))
                 self._refusals.pop(key, None)
             except Exception as error:
-                failed.append(_Refused(key, same, error))
+                failed[key] = same, error
         if failed:
             self._give_up(failed)
         # Only now: a delivery that fails half-way is repeated from its beginning.
         self._anchors.update(after)
-        self._sure = (sure | set(after)) - {refused.key[1] for refused in failed}
+        self._sure = (sure | set(after)) - {file for _, file in failed}
 
-    def _write(self, frames: Sequence[StagedFrame], sure: bool) -> Anchors:
+    def _write(self, kind: str, file: str, frames: Sequence[StagedFrame], sure: bool) -> Anchors:
         """Writes the frames of one kind and one file; returns the new anchors."""
-        kind, file = frames[0].kind, frames[0].file
         if kind == "append":
             return {file: self._append(file, b"".join(frame.body for frame in frames), sure)}
         if kind == "rows":
             rows = [json.loads(line) for frame in frames for line in frame.body.splitlines()]
-            return dict([self._add_rows(file, rows, sure)]) if rows else {}
+            return self._add_rows(file, rows, sure) if rows else {}
         certain = [frame for frame in frames if not frame.details.get("if_absent")]
         if kind == "whole" and (certain or self.destination.size(file) is None):
             self.destination.replace(file, (certain[-1:] or frames)[0].body)
         return {}
 
-    def _give_up(self, failed: "Sequence[_Refused]") -> None:
+    def _give_up(self, failed: _Failed) -> None:
         """Leaves out what can never be written if nothing else has failed; otherwise raises."""
-        for refused in failed:
-            before = self._refusals.get(refused.key, 0)
+        for key, (_, error) in failed.items():
             # Whether it is the same however often the write is retried.
-            error = refused.error
             lasts = error.errno in _LASTING if isinstance(error, OSError) else isinstance(error, _OF_DATA)
-            self._refusals[refused.key] = before + 1 if lasts else 0
-        if self._reject is None or any(self._refusals[refused.key] < _MOST_REFUSALS for refused in failed):
-            raise failed[0].error
-        for refused in failed:
-            del self._refusals[refused.key]
-            kind, file = refused.key
+            self._refusals[key] = self._refusals.get(key, 0) + 1 if lasts else 0
+        if self._reject is None or any(self._refusals[key] < _MOST_REFUSALS for key in failed):
+            raise next(error for _, error in failed.values())
+        for (kind, file), (frames, error) in failed.items():
+            del self._refusals[kind, file]
             if kind == "append":
                 # A part may have been written, which must not be taken for the beginning of what comes next.
                 with suppress(Exception):
                     self._set_anchor(file, {"size": self.destination.size(file) or 0})
-            self._reject(refused.frames, refused.error)
+            self._reject(frames, error)
 
     def _append(self, file: str, data: bytes, sure: bool) -> dict[str, Any]:
         size = self._anchors.get(file, {}).get("size", 0)
@@ -196,7 +188,7 @@ class FilesSink:
             self.destination.append(file, data)
         return {"size": size + len(data)}
 
-    def _add_rows(self, file: str, rows: list[dict[str, Any]], sure: bool) -> tuple[str, dict[str, Any]]:
+    def _add_rows(self, file: str, rows: list[dict[str, Any]], sure: bool) -> Anchors:
         anchor = self._anchors.get(file)
         if sure and anchor is not None and self.destination.appends:
             header = columns_with(anchor["header"], rows)
@@ -204,7 +196,7 @@ class FilesSink:
             if header == anchor["header"] and "size" in anchor and self.destination.size(file) == anchor["size"]:
                 data = csv_bytes(header, rows, with_header=False)
                 self.destination.append(file, data)
-                return file, {**anchor, "rows": anchor["rows"] + len(rows), "size": anchor["size"] + len(data)}
+                return {file: {**anchor, "rows": anchor["rows"] + len(rows), "size": anchor["size"] + len(data)}}
         table = read_table(self.destination.read(file))
         first = cells(table.rows[0]) if table.rows else None
         if anchor is not None and first is not None and first != (anchor["first"] or cells(rows[0])):
@@ -218,37 +210,23 @@ class FilesSink:
         rows = rows[rows_in_common(rows, table.rows[anchor["rows"] :]) :]
         every = [*table.rows, *rows]
         header = columns_with(table.header, rows)
-        size = table.bytes + self._add_to_table(file, table, header, rows)
-        return file, {
-            "rows": len(every),
-            "first": cells(every[0]) if every else None,
-            "header": header,
-            "size": size,
-        }
+        size = self._add_to_table(file, table, header, rows)
+        return {file: {"rows": len(every), "first": cells(every[0]) if every else None, "header": header, "size": size}}
 
     def _add_to_table(self, file: str, table: CsvTable, header: list[str], rows: list[dict[str, Any]]) -> int:
-        """Adds rows to a file; returns by how much it has grown."""
+        """Adds rows to a file; returns its new length."""
         fits = table.is_whole and header == table.header
         if fits and not rows:
-            return 0
+            return table.bytes
         if fits and table.rows and self.destination.appends:
             data = csv_bytes(header, rows, with_header=False)
             self.destination.append(file, data)
-            return len(data)
+            return table.bytes + len(data)
         data = csv_bytes(header, [*table.rows, *rows], with_header=True)
         self.destination.replace(file, data)
-        return len(data) - table.bytes
+        return len(data)
 
     def _set_anchor(self, file: str, anchor: dict[str, Any]) -> None:
         """Saves what a delivery finds before it changes it."""
         self._anchors[file] = anchor
         self._note()
-
-
-@dataclass(frozen=True, slots=True)
-class _Refused:
-    """Frames of one kind and file that could not be written, and why."""
-
-    key: tuple[str, str]
-    frames: Sequence[StagedFrame]
-    error: Exception
