@@ -1,5 +1,6 @@
 """A process that encodes media: an image of 512 x 512 takes 0.1 s, mostly with the GIL held."""
 
+import multiprocessing
 import os
 import pickle
 import signal
@@ -7,12 +8,11 @@ import subprocess
 import sys
 import threading
 from contextlib import suppress
-from typing import Any, BinaryIO
+from multiprocessing.connection import Connection
+from typing import Any
 
 # Smaller arguments are encoded faster than they are sent.
 LARGE_BYTES = 1 << 16
-# What the process sends once it has imported everything.
-_READY = b"ready"
 
 
 class MediaProcessError(Exception):
@@ -31,6 +31,7 @@ class MediaProcess:
     def __init__(self, logdir: str, settings: dict[str, Any]) -> None:
         self._begins = (logdir, settings)
         self._process: subprocess.Popen[bytes] | None = None
+        self._pipe: Connection | None = None
         self._is_ready = self._is_refusing = False
         self._lock = threading.Lock()
 
@@ -47,12 +48,11 @@ class MediaProcess:
         except Exception as error:
             raise MediaProcessError(f"{name} cannot be sent: {error!r}") from error
         try:
-            process = self._running()
-            assert process.stdin is not None and process.stdout is not None
-            _send(process.stdin, request)
-            self._wait_until_ready(process)
-            made: list[tuple[str, bytes]] | Exception | None = pickle.loads(_receive(process.stdout))
-        except (OSError, EOFError, ValueError) as error:  # The last, if another thread has closed a pipe.
+            pipe = self._running()
+            pipe.send_bytes(request)
+            self._wait_until_ready(pipe)
+            made: list[tuple[str, bytes]] | Exception | None = pickle.loads(pipe.recv_bytes())
+        except (OSError, EOFError) as error:
             self.close()
             raise MediaProcessError(f"the process that encodes media has exited: {error!r}") from error
         if made is None:
@@ -74,92 +74,70 @@ class MediaProcess:
     def close(self) -> None:
         """Ends the process."""
         with self._lock:
-            process, self._process, self._is_ready = self._process, None, False
-        if process is None:
-            return
-        # It has no state. First, so that the thread that waits for an answer releases the pipe.
-        process.kill()
-        process.wait()
-        for pipe in (process.stdin, process.stdout):
-            if pipe is not None:
-                with suppress(OSError):
-                    pipe.close()
+            # A thread that waits for an answer still has the pipe, which is closed once nobody has it.
+            process, self._process, self._pipe, self._is_ready = self._process, None, None, False
+        if process is not None:
+            # It has no state.
+            process.kill()
+            process.wait()
 
-    def _running(self) -> "subprocess.Popen[bytes]":
+    def _running(self) -> Connection:
         with self._lock:
             if self._is_refusing:
                 raise MediaProcessError("it takes no more calls")
-            if self._process is None:
-                # On one core, without the job's GPUs, and without user scripts that shadow our modules.
+            if self._pipe is None:
+                pipe, theirs = multiprocessing.Pipe()
+                # On one core, without the job's GPUs, and without user scripts that shadow our modules. What a library
+                # prints goes to the standard error.
                 environment = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
-                self._process = subprocess.Popen(
-                    [sys.executable, "-m", __name__],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    env={**os.environ, **environment},
-                )
-                assert self._process.stdin is not None
-                _send(self._process.stdin, pickle.dumps(self._begins))
-            return self._process
+                with theirs:
+                    self._process = subprocess.Popen(
+                        [sys.executable, "-m", __name__, str(theirs.fileno())],
+                        stdin=subprocess.DEVNULL,
+                        stdout=2,
+                        pass_fds=[theirs.fileno()],
+                        env={**os.environ, **environment},
+                    )
+                self._pipe = pipe
+                pipe.send_bytes(pickle.dumps(self._begins))
+            return self._pipe
 
-    def _wait_until_ready(self, process: "subprocess.Popen[bytes]") -> None:
+    def _wait_until_ready(self, pipe: Connection) -> None:
         if self._is_ready:
             return
-        assert process.stdout is not None
-        _exactly(process.stdout, len(_READY))
+        pipe.recv_bytes()
         with self._lock:
-            self._is_ready = process is self._process
+            self._is_ready = pipe is self._pipe
 
 
-def _send(pipe: BinaryIO | Any, data: bytes) -> None:
-    pipe.write(len(data).to_bytes(8, "little"))
-    pipe.write(data)
-    pipe.flush()
-
-
-def _receive(pipe: BinaryIO | Any) -> bytes:
-    length = int.from_bytes(_exactly(pipe, 8), "little")
-    return _exactly(pipe, length)
-
-
-def _exactly(pipe: BinaryIO | Any, length: int) -> bytes:
-    data = pipe.read(length)
-    if len(data) < length:
-        raise EOFError("the other side is gone")
-    return bytes(data)
-
-
-def _serve() -> None:
+def _serve(pipe: Connection) -> None:
     """Runs in the process: answers requests until the pipe is closed."""
     # Ctrl-C and a scheduler's SIGTERM reach it, too, but what was accepted before still has to be written.
     for ignored in (signal.SIGINT, signal.SIGTERM):
         signal.signal(ignored, signal.SIG_IGN)
     os.nice(10)
-    requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    # What a library prints must not mix with answers.
-    os.dup2(2, 1)
     from lightning_ncclsafe.loggers.events import EventMaker
 
-    logdir, settings = pickle.loads(_receive(requests))
+    logdir, settings = pickle.loads(pipe.recv_bytes())
     maker = EventMaker(logdir, **settings)
-    answers.write(_READY)
-    answers.flush()
+    # Everything is imported.
+    pipe.send_bytes(b"")
     while True:
-        request = _receive(requests)
+        request = pipe.recv_bytes()
         made: list[tuple[str, bytes]] | Exception | None = None
         try:
             # Fails for a class that only the user's own program has.
             name, args, kwargs, created = pickle.loads(request)
         except Exception:
-            _send(answers, pickle.dumps(made))
+            pipe.send_bytes(pickle.dumps(made))
             continue
         try:
             made = maker.make(name, args, kwargs, created)
         except Exception as error:
             made = type(error)(*error.args) if type(error).__module__ == "builtins" else RuntimeError(repr(error))
-        _send(answers, pickle.dumps(made))
+        pipe.send_bytes(pickle.dumps(made))
 
 
 if __name__ == "__main__":
-    with suppress(EOFError, BrokenPipeError):
-        _serve()
+    with suppress(EOFError, ConnectionError):
+        _serve(Connection(int(sys.argv[1])))

@@ -1,6 +1,7 @@
 """The process that encodes media: what it makes, and what becomes of calls that it cannot make."""
 
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,6 @@ import psutil
 import pytest
 from tensorboard.compat.proto.event_pb2 import Event
 
-from lightning_ncclsafe.loggers import media
 from lightning_ncclsafe.loggers.events import EventMaker
 from lightning_ncclsafe.loggers.media import MediaProcess, MediaProcessError
 
@@ -78,14 +78,14 @@ def test_at_the_end_no_more_calls_are_taken_and_the_current_one_is_made(
 ) -> None:
     process.make("add_text", ("t", "x"), {}, 0.0)
     monkeypatch.setattr(process, "_is_refusing", False)  # again, for the next test
-    receive = media._receive
+    receive = Connection.recv_bytes
 
     def receive_once_refused(pipe: Any) -> bytes:
         process.refuse()
         return receive(pipe)
 
     with monkeypatch.context() as patch:
-        patch.setattr(media, "_receive", receive_once_refused)
+        patch.setattr(Connection, "recv_bytes", receive_once_refused)
         assert process.make("add_text", ("t", "x"), {}, 0.0)
     with pytest.raises(MediaProcessError, match="no more calls"):
         process.make("add_text", ("t", "x"), {}, 0.0)
