@@ -4,8 +4,8 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -34,7 +34,7 @@ _PROBE_BYTES = 1 << 16
 _LONGEST_NAME = 100
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Recovered:
     """What became of a folder of local staging.
 
@@ -74,99 +74,80 @@ def recover(folder: Path, replay: Replay | None = None) -> Recovered:
         StagingError: If the folder is not local staging.
         Exception: What ``replay`` raises, except an OSError, which is a problem of its storage.
     """
-    recovery = _Recovery(folder, read_manifest(folder), replay)
+    manifest = read_manifest(folder)
+    done = Recovered(folder=folder, manifest=manifest)
+    to = manifest.destination if manifest.kind == "files" else manifest.root or str(folder.parent)
     try:
-        with _claimed(folder) as claim:
+        with Claim(folder) as claim:
             # A lock that a living process has lost means nothing; one that it has given up does.
-            lives = claim.is_new and is_alive(recovery.done.manifest)
+            lives = claim.is_new and is_alive(manifest)
             # Without a manifest, another process has just recovered it.
             if claim.is_mine and not lives and (folder / MANIFEST).is_file():
-                recovery.run()
-                return recovery.done
+                _deliver(done, to, replay)
+                return done
             if claim.is_mine:
                 claim.remove_lock()
     except Exception as error:
         if replay is not None and not isinstance(error, (OSError, StagingError)):
             raise
-        is_staging_wrong = isinstance(error, StagingError)
-        return replace(recovery.done, problem=str(error) if is_staging_wrong else f"{recovery.to}: {error!r}")
-    pid, host = recovery.done.manifest.pid, recovery.done.manifest.host
-    problem = f"process {pid} on {host} still writes there, or another recovery is working on it"
+        done.problem = str(error) if isinstance(error, StagingError) else f"{to}: {error!r}"
+        return done
+    done.is_busy = True
+    done.problem = f"process {manifest.pid} on {manifest.host} still writes there, or another recovery is working on it"
     if not folder.exists():
-        problem = "it is gone: another recovery has just delivered it, or somebody has removed it"
-    return replace(recovery.done, is_busy=True, problem=problem)
+        done.problem = "it is gone: another recovery has just delivered it, or somebody has removed it"
+    return done
 
 
-class _Recovery:
-    """Delivers the content of one folder.
+def _deliver(done: Recovered, to: str, replay: Replay | None) -> None:
+    """Delivers the content of a claimed folder, and notes in ``done`` what has become of it so far."""
+    _check_staging(done.folder)
+    try:
+        store = Store(done.folder)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise StagingError(f"{done.folder} is damaged: {error}") from error
+    written: set[str] = set()
+    deliver = replay or _to_files(done.manifest, to, store, written)
+    while (portion := _read(store, done, replay)) is not None:
+        for frame in portion.frames:
+            if frame.kind not in KINDS[done.manifest.kind]:
+                raise StagingError(f"{done.folder} is damaged: a frame is of kind {frame.kind!r:.50}")
+        deliver(portion.frames)
+        store.release(portion)
+        for frame in portion.frames:
+            is_lost = frame.kind == "call" and not frame.body
+            done.points += frame.points
+            done.records += 0 if is_lost else frame.records
+            done.lost_calls += is_lost
+    store.close()
+    if done.manifest.kind == "calls" and replay is not None:
+        done.to = done.manifest.identity
+    else:
+        done.to = " and ".join(f"{to.rstrip('/')}/{file}" for file in sorted(written)) or to
 
-    Attributes:
-        done: What has become of it so far.
-        to: Where it goes.
-    """
 
-    def __init__(self, folder: Path, manifest: Manifest, replay: Replay | None) -> None:
-        self.done = Recovered(folder=folder, manifest=manifest)
-        self.to = manifest.destination if manifest.kind == "files" else manifest.root or str(folder.parent)
-        self._replay = replay
-        self._written: set[str] = set()
+def _read(store: Store, done: Recovered, replay: Replay | None) -> Portion | None:
+    staged = store.pending_bytes
+    # A call cannot be looked up afterwards, as a file can, so each is released at once.
+    portion = store.read(1) if replay is not None else store.read()
+    done.lost_bytes += staged - store.pending_bytes
+    return portion
 
-    def run(self) -> None:
-        """Delivers everything; the folder is claimed."""
-        folder = self.done.folder
-        _check_staging(folder)
-        try:
-            store = Store(folder)
-        except (TypeError, ValueError, OverflowError) as error:
-            raise StagingError(f"{folder} is damaged: {error}") from error
-        deliver = self._replay or self._to_files(store)
-        kinds = KINDS[self.done.manifest.kind]
-        while (portion := self._read(store)) is not None:
-            for frame in portion.frames:
-                if frame.kind not in kinds:
-                    raise StagingError(f"{folder} is damaged: a frame is of kind {frame.kind!r:.50}")
-            deliver(portion.frames)
-            store.release(portion)
-            self._count(portion.frames)
-        store.close()
-        self.done = replace(self.done, to=self._where())
 
-    def _read(self, store: Store) -> Portion | None:
-        staged = store.pending_bytes
-        # A call cannot be looked up afterwards, as a file can, so each is released at once.
-        portion = store.read(1) if self._replay is not None else store.read()
-        self.done = replace(self.done, lost_bytes=self.done.lost_bytes + staged - store.pending_bytes)
-        return portion
+def _to_files(manifest: Manifest, to: str, store: Store, written: set[str]) -> Replay:
+    """Writes frames to files; calls to files of our own, whose names are added to ``written``."""
+    _check_is_there(to, manifest.root)
+    sink = FilesSink(open_destination(to), store.anchors, store.note)
+    if manifest.kind == "files":
+        return sink.deliver
+    name = _file_name(manifest)
 
-    def _count(self, frames: Sequence[StagedFrame]) -> None:
-        lost = [frame for frame in frames if frame.kind == "call" and not frame.body]
-        self.done = replace(
-            self.done,
-            points=self.done.points + sum(frame.points for frame in frames),
-            records=self.done.records + sum(frame.records for frame in frames) - sum(frame.records for frame in lost),
-            lost_calls=self.done.lost_calls + len(lost),
-        )
+    def write_down(frames: Sequence[StagedFrame]) -> None:
+        lines = [_written_down(frame, name) for frame in frames]
+        written.update(line.file for line in lines)
+        sink.deliver(lines)
 
-    def _to_files(self, store: Store) -> Replay:
-        manifest = self.done.manifest
-        _check_is_there(self.to, manifest.root)
-        sink = FilesSink(open_destination(self.to), store.anchors, store.note)
-        if manifest.kind == "files":
-            return sink.deliver
-        name = _file_name(manifest)
-
-        def write_down(frames: Sequence[StagedFrame]) -> None:
-            written = [_written_down(frame, name) for frame in frames]
-            self._written.update(frame.file for frame in written)
-            sink.deliver(written)
-
-        return write_down
-
-    def _where(self) -> str:
-        manifest = self.done.manifest
-        if manifest.kind == "calls" and self._replay is not None:
-            return manifest.identity
-        return " and ".join(f"{self.to.rstrip('/')}/{file}" for file in sorted(self._written)) or self.to
+    return write_down
 
 
 def _written_down(frame: StagedFrame, name: str) -> StagedFrame:
@@ -212,12 +193,3 @@ def _check_is_there(to: str, root: str) -> None:
         raise StagingError(
             f"{root or to} does not exist; if it is a mount point, mount it, otherwise create it: mkdir -p"
         )
-
-
-@contextmanager
-def _claimed(folder: Path) -> Iterator[Claim]:
-    claim = Claim(folder)
-    try:
-        yield claim
-    finally:
-        claim.give_up()

@@ -50,6 +50,12 @@ class Claim:
         if _claims.setdefault(self._key, self) is self:
             self._lock()
 
+    def __enter__(self) -> "Claim":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.give_up()
+
     def give_up(self) -> None:
         """Lets others have it."""
         # In this order: closing a handle would end the lock of a later claim of this process.
@@ -97,11 +103,6 @@ class Claim:
         finally:
             if not self.is_mine:
                 self.give_up()
-
-
-def is_claimed_here(folder: Path) -> bool:
-    """Whether a claim of this process has the folder."""
-    return _claim_key(folder) in _claims
 
 
 def _claim_key(folder: Path) -> tuple[int, str]:
@@ -176,21 +177,8 @@ class StagingError(Exception):
     """A folder is not local staging, or of a kind that this version does not read; the message names which."""
 
 
-def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Makes a folder one of local staging, atomically.
-
-    Raises:
-        OSError: If it cannot be written to.
-    """
-    write_small(folder / MANIFEST, json.dumps({"schema": SCHEMA, **asdict(manifest)}).encode())
-
-
 def write_small(path: Path, data: bytes) -> None:
-    """Writes a small file, atomically.
-
-    Raises:
-        OSError: If it cannot be written.
-    """
+    """Writes a small file, atomically."""
     temporary = path.with_name(f"{path.name}.tmp")
     temporary.write_bytes(data)
     os.replace(temporary, path)
@@ -227,11 +215,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def staging_folders(directory: Path) -> list[Path]:
-    """Folders of local staging in a directory, including damaged ones, the oldest of each logger first.
-
-    Raises:
-        OSError: If the directory cannot be read.
-    """
+    """Folders of local staging in a directory, including damaged ones, the oldest of each logger first."""
     return sorted(path for path in directory.iterdir() if is_staging(path))
 
 
@@ -247,11 +231,7 @@ def is_staging(folder: Path) -> bool:
 
 
 def open_regular(path: str, flags: int) -> int:
-    """An opener of regular files: anything else is an error at once, where opening a pipe would wait forever.
-
-    Raises:
-        OSError: If it cannot be opened, or is not a regular file.
-    """
+    """An opener of regular files: anything else is an error at once, where opening a pipe would wait forever."""
     handle = os.open(path, flags | os.O_NONBLOCK)
     if stat.S_ISREG(os.fstat(handle).st_mode):
         return handle
@@ -294,28 +274,25 @@ def default_staging_dir() -> Path:
 
 
 def make_staging(staging_dir: Path, manifest: Manifest) -> tuple[Path, Claim]:
-    """Creates a folder of local staging and claims it for this process.
+    """Creates a folder of local staging and claims it for this process; returns both.
 
     Args:
         staging_dir: Where; created, for this user only.
         manifest: Its manifest; host, process and time are filled in.
-
-    Returns:
-        The folder and the claim on it.
 
     Raises:
         OSError: If it cannot be created, or others could change what is in it.
     """
     here = replace(manifest, host=socket.gethostname(), pid=os.getpid(), created_ns=time.time_ns())
     folder = staging_dir / f"{manifest.logger}-{here.created_ns}-{here.pid}-{next(_folders)}"
-    _make_private(staging_dir, folder)
+    _make_private(folder)
     claim = None
     try:
         # Before it has a manifest, so that no recovery takes it for one left behind.
         claim = Claim(folder)
         if not claim.is_mine:
             raise OSError(f"{folder} is claimed by another process")
-        write_manifest(folder, here)
+        write_small(folder / MANIFEST, json.dumps({"schema": SCHEMA, **asdict(here)}).encode())
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         if claim is not None:
@@ -336,7 +313,7 @@ def keep_staging(folder: Path, claim: Claim | None, manifest: bytes) -> None:
     Raises:
         OSError: If it cannot be created, others could change what is in it, or another process has claimed it.
     """
-    _make_private(folder.parent, folder)
+    _make_private(folder)
     if claim is not None:
         # Before the manifest, so that no recovery takes the folder for one left behind.
         claim.renew()
@@ -386,35 +363,35 @@ def remove_unfinished(staging_dir: Path) -> None:
             pid = int(folder.name.rsplit("-", 2)[1])
             if psutil.pid_exists(pid) or not {path.name for path in folder.iterdir()} <= {LOCK, f"{MANIFEST}.tmp"}:
                 continue
-            claim = Claim(folder)
-            if claim.is_mine:
-                shutil.rmtree(folder, ignore_errors=True)
-                claim.give_up()
+            with Claim(folder) as claim:
+                if claim.is_mine:
+                    shutil.rmtree(folder, ignore_errors=True)
 
 
 def leftovers(staging_dir: Path) -> Iterator[tuple[Path, Manifest]]:
     """Folders of local staging in a directory that are not this process's own."""
     with suppress(OSError):
         for folder in staging_folders(staging_dir):
-            if not is_claimed_here(folder):
+            if _claim_key(folder) not in _claims:
                 with suppress(StagingError):
                     yield folder, read_manifest(folder)
 
 
-def _make_private(*folders: Path) -> None:
-    """Creates directories, each within the previous one, and ensures that nobody else can change what is in them.
+def _make_private(folder: Path) -> None:
+    """Creates a folder, and the one it is in, and ensures that nobody else can change what is in them.
 
     Raises:
         PermissionError: If others can.
     """
-    if folders[0] == default_staging_dir():
+    folders = [folder.parent, folder]
+    if folder.parent == default_staging_dir():
         # The directory above is ours, too; anybody could create one of that name first.
-        folders = (folders[0].parent, *folders)
+        folders.insert(0, folder.parent.parent)
     for attempt in range(_ATTEMPTS):
         try:
-            for place, folder in enumerate(folders):
+            for place, one in enumerate(folders):
                 # Intermediate directories must not get default permissions.
-                _make_one_private(folder, with_parents=not place)
+                _make_one_private(one, with_parents=not place)
             return
         except FileNotFoundError:
             # Another process has just removed the last folder in it, and then the directory.
