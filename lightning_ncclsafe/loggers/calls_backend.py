@@ -8,7 +8,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
 from itertools import count, groupby
 from typing import Any
@@ -18,8 +18,10 @@ import numpy as np
 from lightning_ncclsafe.code.marks import Mark, marked
 from lightning_ncclsafe.loggers.capture import Replacements, copied_call
 from lightning_ncclsafe.loggers.intake import LoggedCall, LoggedScalars
-from lightning_ncclsafe.loggers.offload import Offload
+from lightning_ncclsafe.loggers.ledger import Ledger
+from lightning_ncclsafe.loggers.offload import Backend
 from lightning_ncclsafe.loggers.segments import StagedFrame
+from lightning_ncclsafe.settings import OffloadSettings
 
 LOG_METRICS = "log_metrics"
 # Methods of experiments that return nothing, by package; everything else goes through at once.
@@ -49,24 +51,20 @@ _LOG = "experiment._log"
 
 
 @marked(Mark.LOGGER)
-class CallsBackend:
+class CallsBackend(Backend):
     """Takes a logger of any class off the training thread.
 
     Args:
         experiment: Its experiment, if its methods are known; None otherwise.
-        limit_bytes: Most memory for arguments that cannot be staged.
-        finalize_s: How long the end of an experiment waits for what was logged before, seconds.
     """
 
     pace_s = 1.0
-    folders: tuple[str, ...] = ()
-    file_names: tuple[str, ...] = ()
 
-    def __init__(self, logger: Any, experiment: Any, limit_bytes: int, finalize_s: float) -> None:
-        self._logger = logger
+    def __init__(self, logger: Any, experiment: Any, ledger: Ledger, settings: OffloadSettings) -> None:
+        super().__init__(logger, str(getattr(logger, "save_dir", None) or ""), ledger)
+        self.sink = self
         self._experiment = experiment
-        self._limit_bytes = limit_bytes
-        self._finalize_s = finalize_s
+        self._settings = settings
         self._numbers = count(1)
         self._delivered = 0
         self._attempts = 0
@@ -77,38 +75,6 @@ class CallsBackend:
         self._of_experiment = Replacements()
         self._methods: dict[str, Callable[..., Any]] = {}
         self._save_is_asked = False
-        self.path = str(getattr(logger, "save_dir", None) or "")
-
-        self.sink = self
-
-    def attach(self, offload: Offload) -> None:
-        """Replaces the logger's methods, and those of its experiment that return nothing."""
-        self._offload = offload
-        logger, experiment = self._logger, self._experiment
-        methods, replace = self._methods, self._of_logger.replace
-        package = str(getattr(type(logger).log_metrics, "__module__", "")).partition(".")[0]
-        if experiment is None or package in ("lightning", "pytorch_lightning"):
-            methods[LOG_METRICS] = replace(logger, LOG_METRICS, self._log_metrics)
-        else:
-            # The user's own method runs at once, as it may keep what it is given; its calls of the experiment wait.
-            methods[LOG_METRICS] = logger.log_metrics
-        methods["save"] = replace(logger, "save", partial(setattr, self, "_save_is_asked", True))
-        replace(logger, "finalize", offload.finalize)
-        if experiment is None:
-            call = partial(self._queue, "log_hyperparams", True)
-            methods["log_hyperparams"] = replace(logger, "log_hyperparams", call)
-            return
-        package = _package(experiment)
-        for name in (name for name in _QUEUED[package] if hasattr(experiment, name)):
-            # A method of the logger may have the same name.
-            key = f"experiment.{name}"
-            call = partial(self._queue, key, name in _KEPT)
-            methods[key] = self._of_experiment.replace(experiment, name, call)
-        for name in (name for name in _LAST[package] if hasattr(experiment, name)):
-            self._of_experiment.replace(experiment, name, partial(self._end, getattr(experiment, name)))
-        for name in (name for name in dir(type(experiment)) if name.startswith(_READING)):
-            if callable(getattr(type(experiment), name)):
-                self._of_experiment.replace(experiment, name, partial(self._read, getattr(experiment, name)))
 
     def detach(self) -> None:
         """Restores the logger's methods; what waits is still delivered through those of its experiment."""
@@ -137,38 +103,56 @@ class CallsBackend:
             body = json.dumps({"args": call.args, "kwargs": call.kwargs, "created": call.created}).encode()
         if not body or not _is_plain([list(call.args), call.kwargs]):
             self._hold(number, call, bool(body))
-        details = {"number": number}
-        return [StagedFrame(kind="call", file=call.name, body=body, records=1, keep=call.keep, details=details)]
+        return [self._frame(number, call, body)]
 
     def deliver(self, frames: Sequence[StagedFrame]) -> None:
-        """Makes the calls, in order, each once.
-
-        Raises:
-            Exception: What the logger raises, unless retrying cannot help.
-        """
+        """Makes the calls, in order, each once; raises what the logger raises, unless retrying cannot help."""
         for frame in frames:
             if _number(frame) > self._delivered:
-                self._attempt(partial(self._make, frame), frame)
+                self._attempt(self._make_held, frame)
                 self._done([frame])
         self._save()
 
     def replay(self, frames: Sequence[StagedFrame]) -> None:
-        """Makes the calls that an earlier process staged.
-
-        Raises:
-            Exception: What the logger raises, unless retrying cannot help.
-        """
+        """Makes the calls that an earlier process staged; raises as :meth:`deliver`."""
         for frame in frames:
-            self._attempt(partial(self._make_from_text, frame), frame)
+            self._attempt(self._make_staged, frame)
 
     def finalize(self, status: str) -> None:
-        """Calls the logger's own."""
+        """Calls the logger's own, after a ``save`` that was asked for."""
         self._save()
-        type(self._logger).finalize(self._logger, status)
+        super().finalize(status)
 
     def close(self) -> None:
         """Restores the experiment's methods."""
         self._of_experiment.undo()
+
+    def _replace_methods(self) -> None:
+        """Those of the logger, and those of its experiment that return nothing."""
+        logger, experiment = self._logger, self._experiment
+        methods, replace = self._methods, self._of_logger.replace
+        package = str(getattr(type(logger).log_metrics, "__module__", "")).partition(".")[0]
+        if experiment is None or package in ("lightning", "pytorch_lightning"):
+            methods[LOG_METRICS] = replace(logger, LOG_METRICS, self._log_metrics)
+        else:
+            # The user's own method runs at once, as it may keep what it is given; its calls of the experiment wait.
+            methods[LOG_METRICS] = logger.log_metrics
+        methods["save"] = replace(logger, "save", partial(setattr, self, "_save_is_asked", True))
+        replace(logger, "finalize", self._offload.finalize)
+        if experiment is None:
+            call = partial(self._queue, "log_hyperparams", True)
+            methods["log_hyperparams"] = replace(logger, "log_hyperparams", call)
+            return
+        package, replace = _package(experiment), self._of_experiment.replace
+        for name in (name for name in _QUEUED[package] if hasattr(experiment, name)):
+            # A method of the logger may have the same name.
+            key = f"experiment.{name}"
+            methods[key] = replace(experiment, name, partial(self._queue, key, name in _KEPT))
+        for name in (name for name in _LAST[package] if hasattr(experiment, name)):
+            replace(experiment, name, partial(self._end, getattr(experiment, name)))
+        for name in (name for name in dir(type(experiment)) if name.startswith(_READING)):
+            if callable(getattr(type(experiment), name)):
+                replace(experiment, name, partial(self._read, getattr(experiment, name)))
 
     def _done(self, frames: Sequence[StagedFrame]) -> None:
         self._delivered = _number(frames[-1])
@@ -176,45 +160,47 @@ class CallsBackend:
             for frame in frames:
                 self._objects.pop(_number(frame), None)
 
-    def _attempt(self, act: Callable[[], None], frame: StagedFrame) -> None:
+    def _frame(self, number: int, call: LoggedCall, body: bytes) -> StagedFrame:
+        details = {"number": number}
+        return StagedFrame(kind="call", file=call.name, body=body, records=1, keep=call.keep, details=details)
+
+    def _attempt(self, act: Callable[[StagedFrame], None], frame: StagedFrame) -> None:
         try:
-            act()
+            act(frame)
         except Exception as error:
             self._attempts += 1
             if not is_permanent(error) or self._attempts < _ATTEMPTS:
                 raise
-            self._offload.ledger.refuse(frame.file, error, points=frame.points, records=frame.records)
+            self._ledger.refuse([frame], error)
         self._attempts = 0
 
-    def _make(self, frame: StagedFrame) -> None:
+    def _make_held(self, frame: StagedFrame) -> None:
         held = self._objects.get(_number(frame))
         if held is None:
-            self._make_from_text(frame)
+            self._make_staged(frame)
         else:
-            call, _ = held
-            self._methods[call.name](*call.args, **call.kwargs)
+            self._make(held[0])
 
-    def _make_from_text(self, frame: StagedFrame) -> None:
-        if not frame.body or frame.file not in self._methods:
-            return
-        call = json.loads(frame.body)
-        if "values" in call:
-            self._methods[LOG_METRICS](metrics=call["values"], step=call["step"])
-        else:
-            self._methods[frame.file](*call["args"], **call["kwargs"])
+    def _make_staged(self, frame: StagedFrame) -> None:
+        self._make(_staged_call(frame))
+
+    def _make(self, call: LoggedCall) -> None:
+        if call.name in self._methods:
+            self._methods[call.name](*call.args, **call.kwargs)
 
     def _hold(self, number: int, call: LoggedCall, is_written: bool) -> None:
         with self._lock:
             self._objects[number] = call, is_written
+            limit_bytes = self._settings.memory_limit_bytes
             held = sum(one.data_bytes for one, _ in self._objects.values())
             for old in [old for old, (one, _) in self._objects.items() if not one.keep]:
-                if held <= self._limit_bytes:
+                if held <= limit_bytes:
                     break
                 dropped, is_written = self._objects.pop(old)
                 held -= dropped.data_bytes
                 if not is_written:
-                    error = MemoryError(f"more than {self._limit_bytes} bytes of arguments wait in memory")
-                    self._offload.ledger.refuse(dropped.name, error, records=1)
+                    error = MemoryError(f"more than {limit_bytes} bytes of arguments wait in memory")
+                    self._ledger.refuse([self._frame(old, dropped, b"")], error)
 
     def _log_metrics(self, *args: Any, **kwargs: Any) -> None:
         scalars = None if self._offload.is_own_thread else _scalars(args, kwargs)
@@ -234,7 +220,7 @@ class CallsBackend:
 
     def _end(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not self._offload.is_own_thread:
-            self._offload.drain(self._finalize_s)
+            self._offload.drain(self._settings.finalize_s)
         return method(*args, **kwargs)
 
     def _queue(self, name: str, keep: bool, *args: Any, **kwargs: Any) -> Any:
@@ -253,6 +239,17 @@ def experiment_is_known(experiment: Any) -> bool:
 
 def _number(frame: StagedFrame) -> int:
     return int(frame.details.get("number", 0))
+
+
+def _staged_call(frame: StagedFrame) -> LoggedCall:
+    """The call in a frame; one without a name if only its process had the arguments."""
+    if not frame.body:
+        return LoggedCall(name="")
+    call = json.loads(frame.body)
+    created = call.get("created") or time.time()
+    if "values" in call:
+        return LoggedCall(name=LOG_METRICS, kwargs={"metrics": call["values"], "step": call["step"]}, created=created)
+    return LoggedCall(name=frame.file, args=tuple(call["args"]), kwargs=call["kwargs"], created=created)
 
 
 def _package(experiment: Any) -> str:
@@ -311,11 +308,7 @@ class MLFlowBackend(CallsBackend):
     _caught: list[tuple[Any, dict[str, Any]]] | None = None
 
     def deliver(self, frames: Sequence[StagedFrame]) -> None:
-        """Makes the calls, in order, with up to a thousand consecutive points in one request.
-
-        Raises:
-            Exception: What the client raises, unless retrying cannot help.
-        """
+        """Makes the calls, in order, with up to a thousand consecutive points in one request."""
         for are_points, group in groupby(frames, key=lambda frame: frame.file == LOG_METRICS and frame.points > 0):
             same = [frame for frame in group if _number(frame) > self._delivered]
             if not are_points:
@@ -333,21 +326,21 @@ class MLFlowBackend(CallsBackend):
                 raise
             # One of them is wrong and must not cost the others.
             for frame in frames:
-                self._attempt(partial(self._send, [frame]), frame)
+                self._attempt(lambda one: self._send([one]), frame)
                 self._done([frame])
 
     def _send(self, frames: Sequence[StagedFrame]) -> None:
         metrics: list[tuple[Any, dict[str, Any]]] = []
         for frame in frames:
-            created = json.loads(frame.body)["created"]
+            call = _staged_call(frame)
             self._caught = []
             try:
                 # Through the logger, for prefixes and for names that MLFlow does not allow.
-                self._make_from_text(frame)
+                self._make(call)
             finally:
                 caught, self._caught = self._caught, None
             for metric, options in caught:
-                metrics.append((type(metric)(metric.key, metric.value, int(1000 * created), metric.step), options))
+                metrics.append((type(metric)(metric.key, metric.value, int(1000 * call.created), metric.step), options))
         # All for the same run, unless the logger's class is the user's.
         for options, group in groupby(metrics, key=lambda one: one[1]):
             same = [metric for metric, _ in group]
@@ -389,20 +382,10 @@ class WandbBackend(CallsBackend):
     # When the call that is being delivered was logged, seconds since the epoch.
     _created: float | None = None
 
-    def _make(self, frame: StagedFrame) -> None:
-        held = self._objects.get(_number(frame))
-        with self._at(held[0].created if held is not None else None):
-            super()._make(frame)
-
-    def _make_from_text(self, frame: StagedFrame) -> None:
-        with self._at(json.loads(frame.body or "{}").get("created")):
-            super()._make_from_text(frame)
-
-    @contextmanager
-    def _at(self, created: float | None) -> Iterator[None]:
-        self._created = created
+    def _make(self, call: LoggedCall) -> None:
+        self._created = call.created
         try:
-            yield
+            super()._make(call)
         finally:
             self._created = None
 

@@ -1,9 +1,6 @@
-"""How the calls of a logger are captured: methods are replaced, arguments copied, the scalars of one call collected."""
+"""How the calls of a logger are captured: methods are replaced, and arguments copied."""
 
-import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,10 +8,8 @@ import numpy as np
 import torch
 
 from lightning_ncclsafe.code.patching import ReplacedMethod
-from lightning_ncclsafe.loggers.intake import LoggedCall, LoggedScalars
+from lightning_ncclsafe.loggers.intake import LoggedCall
 
-FIRST_S = 0.5
-"""How long the first log waits for its file, so that a program that looks for one finds it, as without an offload."""
 # Values are never nested deeper, except for a list that holds itself.
 _DEEPEST = 20
 # About the memory of a number in a list.
@@ -44,50 +39,6 @@ class Replacements:
             self._replaced.pop().remove()
 
 
-class ScalarCollector(threading.local):
-    """Collects the scalars of one call of ``log_metrics``, on each thread for itself."""
-
-    def __init__(self) -> None:
-        self._found: list[LoggedScalars] | None = None
-
-    @property
-    def is_on(self) -> bool:
-        """Whether this thread is in such a call."""
-        return self._found is not None
-
-    @contextmanager
-    def scalars(self) -> Iterator[list[LoggedScalars]]:
-        """What is collected within it, in order. A nested call leaves everything to the outer one."""
-        if self._found is not None:
-            yield []
-            return
-        self._found = []
-        try:
-            yield self._found
-        finally:
-            self._found = None
-
-    def call(
-        self, put: Callable[[LoggedScalars], None], log_metrics: Callable[..., Any], *args: Any, **kwargs: Any
-    ) -> Any:
-        """Calls a logger's ``log_metrics`` and passes on the scalars that it logs, even if it raises."""
-        with self.scalars() as collected:
-            try:
-                return log_metrics(*args, **kwargs)
-            finally:
-                for scalars in collected:
-                    put(scalars)
-
-    def add(self, tag: str, value: float, step: int | None, created: float) -> None:
-        """Adds a scalar."""
-        assert self._found is not None
-        last = self._found[-1] if self._found else None
-        if last is None or last.step != step or tag in last.values:
-            self._found.append(LoggedScalars(step=step, values={tag: value}, created=created))
-        else:
-            last.values[tag] = value
-
-
 def copied_call(
     name: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, keep: bool, is_media: bool = False
 ) -> LoggedCall:
@@ -97,7 +48,6 @@ def copied_call(
         name=name,
         args=copied.copy(args),
         kwargs=copied.copy(kwargs),
-        created=time.time(),
         data_bytes=copied.data_bytes,
         keep=keep,
         is_media=is_media,

@@ -3,7 +3,8 @@
 import errno
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -102,7 +103,7 @@ class Delivery:
     def is_idle(self) -> bool:
         """Whether everything staged is delivered."""
         with self._changed:
-            return self._is_idle()
+            return not self._is_busy and not self._jobs and not self._store.pending_bytes
 
     @property
     def jobs_bytes(self) -> int:
@@ -115,11 +116,7 @@ class Delivery:
             self._changed.notify_all()
 
     def add_job(self, call: Callable[[], None], data_bytes: int = 0) -> None:
-        """Adds something to do on this thread, as it writes to the storage itself; once, if it is still waiting.
-
-        Args:
-            data_bytes: Memory of its arguments.
-        """
+        """Adds something to do on this thread, as it writes to the storage itself; once, if it is still waiting."""
         with self._changed:
             if not any(job.call == call for job in self._jobs):
                 self._jobs.append(_Job(call, data_bytes))
@@ -132,19 +129,18 @@ class Delivery:
             self._changed.notify_all()
 
     def flush(self, deadline: float, *, or_fault: bool = False) -> bool:
-        """Delivers everything now; False at the deadline.
+        """Delivers everything now; False at the deadline (seconds of the monotonic clock).
 
         Args:
-            deadline: Seconds of the monotonic clock.
             or_fault: Whether to give up also as soon as the storage refuses.
         """
         self.hurry()
         with self._changed:
             self._changed.wait_for(
-                lambda: self._is_idle() or (or_fault and self._retry_s > 0), max(deadline - time.monotonic(), 0.0)
+                lambda: self.is_idle or (or_fault and self._retry_s > 0), max(deadline - time.monotonic(), 0.0)
             )
             self._hurried = False
-            return self._is_idle()
+            return self.is_idle
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
         """Waits for a condition that only deliveries, or the end, can make true."""
@@ -179,7 +175,7 @@ class Delivery:
     def _wait_for_work(self) -> bool:
         with self._changed:
             while not self._closed:
-                if self._is_idle():
+                if self.is_idle:
                     self._changed.notify_all()
                     self._changed.wait()
                     continue
@@ -190,16 +186,14 @@ class Delivery:
                 self._changed.wait(wait_s)
             return False
 
-    def _is_idle(self) -> bool:
-        return not self._is_busy and not self._jobs and not self._store.pending_bytes
-
     def _deliver(self) -> None:
         for _ in range(_MOST_PORTIONS):
             portion = self._store.read()
             if portion is None:
                 break
             frames = portion.frames
-            self._timed(lambda frames=frames: self._sink.deliver(frames))  # type: ignore[misc]
+            with self._timed():
+                self._sink.deliver(frames)
             self._store.release(portion)
             self.points += sum(frame.points for frame in frames)
             self.records += sum(frame.records for frame in frames)
@@ -212,7 +206,8 @@ class Delivery:
         with self._changed:
             self._jobs.remove(job)
         try:
-            self._timed(job.call)
+            with self._timed():
+                job.call()
         except Exception as error:
             job.attempts += 1
             is_tried = isinstance(error, OSError) and (error.errno not in _LASTING or job.attempts < _ATTEMPTS)
@@ -226,10 +221,11 @@ class Delivery:
                     self._jobs.insert(0, job)
             raise
 
-    def _timed(self, act: Callable[[], None]) -> None:
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
         self._since_s = began = time.monotonic()
         try:
-            act()
+            yield
         finally:
             self._since_s = None
             self._last_write_s = time.monotonic() - began

@@ -84,10 +84,9 @@ class EventMaker(SummaryWriter):
         vars(self).update(settings)
 
     def make(self, name: str, args: Any, kwargs: Any, created: float) -> list[tuple[str, bytes]]:
-        """The events of one call, each with its directory.
+        """The events of one call (of ``add_image`` for instance), each with its directory.
 
         Args:
-            name: The method, ``"add_image"`` for instance.
             created: Time of the call, seconds since the epoch.
         """
         self._made, self._created = [], created
@@ -142,7 +141,7 @@ def first_event() -> bytes:
     return bytes(event.SerializeToString())
 
 
-def file_name(suffix: str = "") -> str:
+def file_name(suffix: str) -> str:
     """A name for a new event file, as TensorBoard creates them, unique in this process."""
     return f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.n{next(_files)}{suffix}"
 

@@ -8,9 +8,8 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightning_ncclsafe.loggers.destinations import Destination
 from lightning_ncclsafe.loggers.segments import StagedFrame
@@ -19,16 +18,8 @@ from lightning_ncclsafe.loggers.segments import StagedFrame
 _field_size = threading.Lock()
 
 
-@dataclass(frozen=True, slots=True)
-class CsvTable:
-    """A CSV file.
-
-    Attributes:
-        header: Its columns.
-        rows: Its complete rows.
-        is_whole: Whether its last row is complete.
-        bytes: Length of the file.
-    """
+class CsvTable(NamedTuple):
+    """A CSV file: its columns, its complete rows, whether its last row is one of these, and its length in bytes."""
 
     header: list[str]
     rows: list[dict[str, Any]]

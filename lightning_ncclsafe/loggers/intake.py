@@ -3,8 +3,8 @@
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from lightning_ncclsafe.settings import Overflow
@@ -46,11 +46,11 @@ class LoggedScalars:
 @dataclass(slots=True)
 class _TagWindow:
     opened: float
-    seen: int = 0
     # The points that represent the window, each with its place in the order of arrival.
-    smallest: tuple[int, LoggedScalars] | None = None
-    largest: tuple[int, LoggedScalars] | None = None
-    last: tuple[int, LoggedScalars] | None = None
+    smallest: tuple[int, LoggedScalars]
+    largest: tuple[int, LoggedScalars]
+    last: tuple[int, LoggedScalars]
+    seen: int = 0
 
 
 class Thinner:
@@ -85,45 +85,42 @@ class Thinner:
         if not self.coarseness and not self._window_s and not self._windows:
             return [scalars]
         self._arrived += 1
+        place = (self._arrived, scalars)
         closed: list[tuple[str, _TagWindow]] = []
         for tag, value in scalars.values.items():
-            window = self._windows.setdefault(tag, _TagWindow(opened=now))
-            self._put(window, tag, value, scalars)
+            window = self._windows.setdefault(tag, _TagWindow(now, place, place, place))
+            window.seen += 1
+            window.last = place
+            if _below(value, window.smallest[1].values[tag]):
+                window.smallest = place
+            if _below(window.largest[1].values[tag], value):
+                window.largest = place
             has_enough = not self.coarseness or window.seen >= _LEFT * 2**self.coarseness
             if has_enough and now - window.opened >= self._window_s:
                 closed.append((tag, self._windows.pop(tag)))
-        return list(self._left_of(closed))
+        return self._left_of(closed)
 
     def due(self, now: float) -> list[LoggedScalars]:
         """The points of windows that have been open for as long as they may."""
         longest_s = max(self._window_s, _LONGEST_S * 2**self.coarseness)
         over = [tag for tag, window in self._windows.items() if now - window.opened >= longest_s]
-        return list(self._left_of([(tag, self._windows.pop(tag)) for tag in over]))
+        return self._left_of([(tag, self._windows.pop(tag)) for tag in over])
 
     def rest(self) -> list[LoggedScalars]:
         """The points of all open windows."""
         windows, self._windows = self._windows, {}
-        return list(self._left_of(list(windows.items())))
+        return self._left_of(windows.items())
 
-    def _put(self, window: _TagWindow, tag: str, value: float, scalars: LoggedScalars) -> None:
-        place = (self._arrived, scalars)
-        window.seen += 1
-        window.last = place
-        if window.smallest is None or _below(value, window.smallest[1].values[tag]):
-            window.smallest = place
-        if window.largest is None or _below(window.largest[1].values[tag], value):
-            window.largest = place
-
-    def _left_of(self, windows: list[tuple[str, _TagWindow]]) -> Iterator[LoggedScalars]:
+    def _left_of(self, windows: Iterable[tuple[str, _TagWindow]]) -> list[LoggedScalars]:
         """The points that represent these windows, those of one call together again."""
         chosen: dict[int, tuple[LoggedScalars, dict[str, float]]] = {}
         for tag, window in windows:
-            places = {place[0]: place[1] for place in (window.smallest, window.largest, window.last) if place}
+            places = dict((window.smallest, window.largest, window.last))
             self.thinned += window.seen - len(places)
             for number, scalars in places.items():
                 chosen.setdefault(number, (scalars, {}))[1][tag] = scalars.values[tag]
-        for _, (scalars, values) in sorted(chosen.items(), key=lambda item: item[0]):
-            yield LoggedScalars(step=scalars.step, values=values, created=scalars.created)
+        # No two have the same number, so nothing else is compared.
+        return [replace(scalars, values=values) for _, (scalars, values) in sorted(chosen.items())]
 
 
 def _below(one: float, other: float) -> bool:
@@ -148,8 +145,8 @@ class LoggedCall:
 
     name: str
     args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any]
-    created: float
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    created: float = field(default_factory=time.time)
     data_bytes: int = 0
     keep: bool = False
     is_media: bool = False
@@ -164,7 +161,7 @@ class LoggedCall:
 Entry = LoggedScalars | LoggedCall
 
 
-MARKER = LoggedCall(name="", kwargs={}, created=0.0, keep=True)
+MARKER = LoggedCall(name="", keep=True)
 """A mark in the queue: points before it no longer wait for the end of their window."""
 
 

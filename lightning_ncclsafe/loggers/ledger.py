@@ -1,8 +1,9 @@
 """What became of everything that one logger was given, and what is printed about it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from lightning_ncclsafe.facts import LoggerFacts
+from lightning_ncclsafe.loggers.segments import StagedFrame
 from lightning_ncclsafe.rules.kit.wording import size_words
 
 # How many different failures of single calls are printed.
@@ -46,12 +47,7 @@ class Ledger:
         self.longest_wait_s = max(self.longest_wait_s, waited_s)
 
     def lose(self, name: str, error: Exception, count: int = 1) -> None:
-        """Counts what cannot be written, whatever its storage.
-
-        Args:
-            name: The method that was called, or the file.
-            count: Scalar points in it, and everything else.
-        """
+        """Counts what cannot be written, whatever its storage: points and everything else of a call, or of a file."""
         self.lost += count
         self.failures += 1
         self.last_failure = f"{self._logger}: {name} failed: {error!r:.500}"
@@ -61,16 +57,12 @@ class Ledger:
             self._reported.add(kind)
             self._say(f"{self.last_failure}; it is skipped, and training continues")
 
-    def refuse(self, name: str, error: Exception, *, points: int = 0, records: int = 0) -> None:
-        """Counts what the storage or server refuses permanently.
-
-        Args:
-            points: Scalar points in it.
-            records: Everything else in it.
-        """
+    def refuse(self, frames: Sequence[StagedFrame], error: Exception) -> None:
+        """Counts frames of one file, or one call, that the storage or server refuses permanently."""
+        points, records = sum(frame.points for frame in frames), sum(frame.records for frame in frames)
         self.refused_points += points
         self.refused_records += records
-        self.lose(name, error, points + records)
+        self.lose(frames[0].file, error, points + records)
 
     def report_storage_fault(self, error: Exception, path: str, staging: str) -> None:
         """Reports once that the storage or server refuses what it is given."""
@@ -88,6 +80,11 @@ class Ledger:
             " memory; until staging works again, it is lost if this process is killed",
         )
 
+    def sum_up(self, facts: LoggerFacts, *, is_done: bool) -> None:
+        """Prints what became of everything, unless all went well."""
+        if is_worth_printing(facts, is_done=is_done):
+            self._say(summary(facts, is_done=is_done))
+
     def _report_once(self, kind: str, text: str) -> None:
         if kind not in self._reported:
             self._reported.add(kind)
@@ -95,22 +92,14 @@ class Ledger:
 
 
 def is_worth_printing(facts: LoggerFacts, *, is_done: bool) -> bool:
-    """Whether anything was thinned, dropped or late: nothing is printed if all went well.
-
-    Args:
-        is_done: Whether everything accepted is on storage.
-    """
+    """Whether anything was thinned, dropped, late or, unless ``is_done``, not written: otherwise nothing is printed."""
     # In a long run what each call takes adds up.
     is_late = facts.longest_write_s >= _LATE_WRITE_S or max(facts.longest_wait_s, facts.finalize_s) >= _LONG_WAIT_S
     return not is_done or is_late or bool(facts.thinned or facts.dropped or facts.faults)
 
 
 def summary(facts: LoggerFacts, *, is_done: bool) -> str:
-    """What became of everything that was logged, and where the rest is if there is one.
-
-    Args:
-        is_done: Whether everything accepted is on storage.
-    """
+    """What became of everything that was logged, and where the rest is unless ``is_done``."""
     to = f" to {facts.path}" if facts.path else ""
     media = f" and {facts.records} other record{'s' * (facts.records != 1)}" if facts.records else ""
     text = (

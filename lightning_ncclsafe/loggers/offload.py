@@ -6,10 +6,11 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import Protocol
+from typing import Any
 
 from lightning_ncclsafe.code.marks import Mark, marked
 from lightning_ncclsafe.code.own_work import OwnWork
@@ -18,8 +19,7 @@ from lightning_ncclsafe.facts import LoggerFacts
 from lightning_ncclsafe.loggers import readers
 from lightning_ncclsafe.loggers.delivery import Delivery, Sink
 from lightning_ncclsafe.loggers.intake import Entry, Intake
-from lightning_ncclsafe.loggers.ledger import Ledger, is_worth_printing, summary
-from lightning_ncclsafe.loggers.segments import StagedFrame
+from lightning_ncclsafe.loggers.ledger import Ledger
 from lightning_ncclsafe.loggers.stager import Encoder, Stager
 from lightning_ncclsafe.loggers.store import Store
 from lightning_ncclsafe.settings import OffloadSettings
@@ -33,26 +33,40 @@ _LAST_S = 1.0
 _LONG_S = 3600.0
 
 
-class Backend(Encoder, Protocol):
-    """One kind of logger.
+@marked(Mark.LOGGER)
+class Backend(Encoder, ABC):
+    """One kind of logger, of which it replaces methods.
+
+    Args:
+        logger: The logger; its experiment exists.
 
     Attributes:
+        name: Class name of the logger.
         path: Where it writes, to display.
+        sink: Where its frames go.
         folders: Absolute paths of the directories of this host where a program may read what it writes.
         file_names: Parts of the names of files that it writes there.
     """
 
-    path: str
-    folders: tuple[str, ...]
-    file_names: tuple[str, ...]
+    sink: Sink
+    folders: tuple[str, ...] = ()
+    file_names: tuple[str, ...] = ()
 
-    @property
-    def sink(self) -> Sink:
-        """Where its frames go."""
+    def __init__(self, logger: Any, path: str, ledger: Ledger) -> None:
+        self.name = type(logger).__name__
+        self.path = path
+        self._logger = logger
+        self._ledger = ledger
 
     def attach(self, offload: "Offload") -> None:
         """Replaces methods of the logger by its own."""
+        self._offload = offload
+        self._replace_methods()
 
+    @abstractmethod
+    def _replace_methods(self) -> None: ...
+
+    @abstractmethod
     def detach(self) -> None:
         """Restores the logger's methods, also after an ``attach`` that failed half-way.
 
@@ -61,7 +75,9 @@ class Backend(Encoder, Protocol):
 
     def finalize(self, status: str) -> None:
         """Calls the logger's own finalize; after ``detach``, or in the middle of a run."""
+        type(self._logger).finalize(self._logger, status)
 
+    @abstractmethod
     def close(self) -> None:
         """Ends what is still running, and updates the logger, once everything is delivered."""
 
@@ -76,24 +92,13 @@ class Offload:
         is_closed: Whether nothing more is accepted.
     """
 
-    def __init__(
-        self,
-        backend: Backend,
-        *,
-        name: str,
-        settings: OffloadSettings,
-        store: Store,
-        ledger: Ledger,
-        say: Callable[[str], None],
-    ) -> None:
+    def __init__(self, backend: Backend, *, settings: OffloadSettings, store: Store, ledger: Ledger) -> None:
         self.ending = False
         self.ended = threading.Event()
         self._backend = backend
-        self._name = name
         self._settings = settings
         self._store = store
         self.ledger = ledger
-        self._say = say
         self.is_closed = False
         # Whether a reader of what was logged did not find all of it.
         self._is_behind = False
@@ -103,7 +108,7 @@ class Offload:
         self._delivery = Delivery(
             store,
             backend.sink,
-            name=name,
+            name=backend.name,
             after=_unfinished.get(self._destination),
             on_fault=partial(ledger.report_storage_fault, path=backend.path, staging=str(store.folder)),
             on_lost=partial(ledger.lose, "a write"),
@@ -115,7 +120,7 @@ class Offload:
             delivery=self._delivery,
             ledger=ledger,
             settings=settings,
-            name=name,
+            name=backend.name,
         )
 
     def start(self) -> None:
@@ -159,20 +164,11 @@ class Offload:
         self.ledger.wait(time.perf_counter() - began)
 
     def run_on_delivery(self, job: Callable[[], None], data_bytes: int = 0) -> None:
-        """Runs something that writes to the storage itself on the delivering thread.
-
-        Args:
-            job: What to run; once, if it is already waiting.
-        """
+        """Runs what writes to the storage itself on the delivering thread; once, if it is already waiting."""
         if self._delivery.jobs_bytes + data_bytes > self._settings.memory_limit_bytes:
             self._intake.dropped_records += 1
         else:
             self._delivery.add_job(job, data_bytes)
-
-    def refuse_frames(self, frames: Sequence[StagedFrame], error: Exception) -> None:
-        """Counts frames of one file that the storage refuses permanently."""
-        points, records = sum(frame.points for frame in frames), sum(frame.records for frame in frames)
-        self.ledger.refuse(frames[0].file, error, points=points, records=records)
 
     # What the Trainer, the guard and the interpreter call.
 
@@ -239,9 +235,7 @@ class Offload:
             self._backend.close()
             if status is not None:
                 self._finalize(status)
-        facts = self.facts()
-        if is_worth_printing(facts, is_done=is_done):
-            self._say(summary(facts, is_done=is_done))
+        self.ledger.sum_up(self.facts(), is_done=is_done)
         if is_done:
             self._end()
         else:
@@ -249,14 +243,14 @@ class Offload:
             for other in [other for other, event in _unfinished.items() if event.is_set()]:
                 del _unfinished[other]
             _unfinished[self._destination] = self.ended
-            threading.Thread(target=self._end_later, name=f"ncclsafe-end-{self._name}", daemon=True).start()
+            threading.Thread(target=self._end_later, name=f"ncclsafe-end-{self._backend.name}", daemon=True).start()
 
     def facts(self) -> LoggerFacts:
         """Its counters and times."""
         delivery, intake, store, ledger = self._delivery, self._intake, self._store, self.ledger
         dropped = intake.dropped_points + intake.dropped_records + store.dropped_points + store.dropped_records
         return LoggerFacts(
-            logger=self._name,
+            logger=self._backend.name,
             path=self._backend.path,
             points=delivery.points - ledger.refused_points,
             records=delivery.records - ledger.refused_records,
@@ -276,7 +270,7 @@ class Offload:
 
     @property
     def _destination(self) -> str:
-        return f"{self._name} {self._backend.path}"
+        return f"{self._backend.name} {self._backend.path}"
 
     def _finalize(self, status: str) -> None:
         try:

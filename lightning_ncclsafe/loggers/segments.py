@@ -179,11 +179,7 @@ class Segment:
         self.size_bytes += len(data)
 
     def read(self, most_bytes: int) -> Portion | None:
-        """The first frames of the rest, about ``most_bytes`` of them; None if there is no complete one.
-
-        Raises:
-            OSError: If it cannot be read.
-        """
+        """The first frames of the rest, about ``most_bytes`` of them; None if there is no complete one."""
         frames: list[StagedFrame] = []
         end = 0
         # A recovery may ask for single calls, for each of which it must not read the whole file.
@@ -204,11 +200,7 @@ class Segment:
         return Portion(tuple(frames), self.number, self.released_bytes + end) if frames else None
 
     def replace_rest(self, data: bytes) -> None:
-        """Replaces what is not delivered.
-
-        Raises:
-            OSError: If that fails; the file is as it was.
-        """
+        """Replaces what is not delivered; if that fails, the file is as it was."""
         temporary = self.path.with_suffix(".tmp")
         handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with open(handle, "wb") as file:
@@ -266,11 +258,7 @@ def read_note(folder: Path) -> Note:
 
 
 def find_segments(folder: Path, note: Note) -> list[Segment]:
-    """The segments that an earlier process left, in order.
-
-    Raises:
-        OSError: If one cannot be examined.
-    """
+    """The segments that an earlier process left, in order."""
     numbers = sorted(int(path.stem) for path in folder.glob(f"*{_SUFFIX}") if path.stem.isdigit())
     segments = [Segment(folder, number) for number in numbers if number >= note.segment]
     for segment in segments:

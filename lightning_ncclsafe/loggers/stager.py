@@ -26,7 +26,7 @@ class Encoder(Protocol):
     """Turns entries into frames."""
 
     def scalars(self, scalars: Sequence[LoggedScalars]) -> list[StagedFrame]:
-        """The frames of points; on the staging thread."""
+        """The frames of points, of which there is one at least; on the staging thread."""
 
     def call(self, call: LoggedCall) -> list[StagedFrame]:
         """The frames of a call; on the staging thread or that of media."""
@@ -129,6 +129,8 @@ class Stager:
         return frames + self._frames_of_points(points + self._thinner.due(now))
 
     def _frames_of_points(self, points: Sequence[LoggedScalars]) -> list[StagedFrame]:
+        if not points:
+            return []
         try:
             with OwnWork():
                 return self._encoder.scalars(points)

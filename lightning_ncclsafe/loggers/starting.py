@@ -5,7 +5,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from types import FunctionType
@@ -76,21 +76,21 @@ class CallTimer:
         self._inside = threading.local()
         # Anything but a plain method stays as it is, as do objects whose class intercepts assignments.
         is_plain = hasattr(logger, "__dict__") and type(logger).__setattr__ is object.__setattr__
-        names = [name for name in _METHODS if is_plain and isinstance(getattr(type(logger), name, None), FunctionType)]
-        names = [name for name in names if name not in vars(logger)]
-        self._replaced = [ReplacedMethod(logger, name, partial(self._call, name)) for name in names]
-        self._methods = dict(zip(names, (one.original for one in self._replaced), strict=True))
+        self._replaced = {
+            name: ReplacedMethod(logger, name, partial(self._call, name))
+            for name in _METHODS
+            if is_plain and isinstance(getattr(type(logger), name, None), FunctionType) and name not in vars(logger)
+        }
 
     def end(self) -> None:
         """Restores the logger's methods."""
-        while self._replaced:
-            with suppress(AttributeError):
-                self._replaced.pop().remove()
+        for replaced in self._replaced.values():
+            replaced.remove()
 
     def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
         # What a method calls in turn is part of it.
         if getattr(self._inside, "is_on", False):
-            return self._methods[name](*args, **kwargs)
+            return self._replaced[name].original(*args, **kwargs)
         row = self._rows[name]
         if len(row) == _IN_A_ROW and sum(waited_s for _, waited_s in row) > _SLOW_SHARE * (self._clock() - row[0][0]):
             self.end()
@@ -103,7 +103,7 @@ class CallTimer:
         computed = self._cpu_clock()
         began = self._clock()
         try:
-            return self._methods[name](*args, **kwargs)
+            return self._replaced[name].original(*args, **kwargs)
         finally:
             taken_s = self._clock() - began
             waited_s = taken_s - (self._cpu_clock() - computed)
@@ -134,8 +134,8 @@ def start_offload(logger: Logger, settings: OffloadSettings) -> Offload:
     store = Store(folder, spill_bytes=settings.memory_limit_bytes, claim=claim, on_fault=ledger.report_staging_fault)
     with ExitStack() as undo:
         undo.callback(store.close)
-        backend = _backend(logger, store, settings)
-        offload = Offload(backend, name=name, settings=settings, store=store, ledger=ledger, say=say_on_stderr)
+        backend = _backend(logger, store, ledger, settings)
+        offload = Offload(backend, settings=settings, store=store, ledger=ledger)
         offload.start()
         undo.pop_all()
     # A program that logs nothing leaves nothing behind, however it ends.
@@ -190,20 +190,20 @@ def _writes_files(logger: Logger) -> bool:
     return isinstance(logger, TensorBoardLogger) and isinstance(logger.experiment, getattr(torchs, "SummaryWriter", ()))
 
 
-def _backend(logger: Logger, store: Store, settings: OffloadSettings) -> Backend:
+def _backend(logger: Logger, store: Store, ledger: Ledger, settings: OffloadSettings) -> Backend:
     if isinstance(logger, CSVLogger):
-        return CSVBackend(logger, store, _hparams_yaml)
+        return CSVBackend(logger, store=store, ledger=ledger, to_yaml=_hparams_yaml)
     if _writes_files(logger):
         from lightning_ncclsafe.loggers.tensorboard_backend import TensorBoardBackend
 
-        return TensorBoardBackend(logger, store, _hparams_yaml)
+        return TensorBoardBackend(logger, store=store, ledger=ledger, to_yaml=_hparams_yaml)
     experiment: Any = logger.experiment if isinstance(logger, _WITH_EXPERIMENT) else None
     known = experiment if experiment_is_known(experiment) else None
     kind = CallsBackend
     if known is not None:
         kind = MLFlowBackend if isinstance(logger, MLFlowLogger) else kind
         kind = WandbBackend if isinstance(logger, WandbLogger) else kind
-    return kind(logger, known, settings.memory_limit_bytes, settings.finalize_s)
+    return kind(logger, known, ledger, settings)
 
 
 def _hparams_yaml(hparams: Any) -> bytes:

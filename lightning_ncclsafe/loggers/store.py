@@ -131,7 +131,7 @@ class Store:
                         self._reading = segment.number
                         return portion
                     self._count_lost(segment)
-                self._retire_first()
+                self._segments.popleft().remove()
             if self._spilled:
                 self._reading_spilled = len(self._spilled)
                 return Portion(tuple(frame for frame, _ in self._spilled), -1, len(self._spilled))
@@ -154,7 +154,7 @@ class Store:
                 return
             is_noted = self._note_delivered()
             if self._segments and self._segments[0].rest_bytes <= 0:
-                self._retire_first()
+                self._segments.popleft().remove()
                 # A full disk has room now. Anchors older than the oldest segment would hide some frames.
                 if not is_noted:
                     self._note_delivered()
@@ -275,9 +275,6 @@ class Store:
                 raise
             self._failed(error)
             return None
-
-    def _retire_first(self) -> None:
-        self._segments.popleft().remove()
 
     def _drop(self, segment: Segment) -> bool:
         before = segment.size_bytes

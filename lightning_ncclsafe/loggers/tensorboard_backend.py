@@ -15,13 +15,13 @@ from torch.utils.tensorboard._utils import figure_to_image
 from torch.utils.tensorboard.writer import SummaryWriter
 
 from lightning_ncclsafe.code.marks import Mark, marked
-from lightning_ncclsafe.loggers.capture import FIRST_S, ArgumentCopier, Replacements, ScalarCollector, copied_call
-from lightning_ncclsafe.loggers.destinations import LocalDestination, open_destination
+from lightning_ncclsafe.loggers.capture import ArgumentCopier, copied_call
+from lightning_ncclsafe.loggers.destinations import LocalDestination
 from lightning_ncclsafe.loggers.events import CaughtFile, EventMaker, file_name, first_event, record, scalar_event
-from lightning_ncclsafe.loggers.files import FilesSink
+from lightning_ncclsafe.loggers.files_backend import HPARAMS, FilesBackend
 from lightning_ncclsafe.loggers.intake import LoggedCall, LoggedScalars
+from lightning_ncclsafe.loggers.ledger import Ledger
 from lightning_ncclsafe.loggers.media import LARGE_BYTES, MediaProcess, MediaProcessError
-from lightning_ncclsafe.loggers.offload import Offload
 from lightning_ncclsafe.loggers.segments import StagedFrame
 from lightning_ncclsafe.loggers.store import Store
 
@@ -39,78 +39,31 @@ _IN_LINE = {
 }
 # Never dropped.
 _KEPT = {"add_hparams"}
-_HPARAMS = "hparams.yaml"
 
 
 @marked(Mark.LOGGER)
-class TensorBoardBackend:
-    """Takes a ``TensorBoardLogger`` and its ``SummaryWriter`` off the training thread.
-
-    Args:
-        logger: The logger; its experiment exists.
-        to_yaml: Creates the text of ``hparams.yaml``.
-    """
+class TensorBoardBackend(FilesBackend):
+    """Takes a ``TensorBoardLogger`` and its ``SummaryWriter`` off the training thread."""
 
     # Embeddings have several files.
-    file_names: tuple[str, ...] = ("tfevents", _HPARAMS, ".tsv", ".pbtxt", "sprite.png")
+    file_names = ("tfevents", HPARAMS, ".tsv", ".pbtxt", "sprite.png")
 
-    def __init__(self, logger: Any, store: Store, to_yaml: Callable[[Any], bytes]) -> None:
-        self.path = str(logger.log_dir)
-        self._logger = logger
-        self._writer = logger.experiment
-        self._store = store
-        self._to_yaml = to_yaml
-        self._destination = open_destination(self.path)
-        self.folders = self._destination.folders
-        self.sink = FilesSink(
-            self._destination, store.anchors, store.note, reject=lambda *refused: self._offload.refuse_frames(*refused)
-        )
+    def __init__(self, logger: Any, *, store: Store, ledger: Ledger, to_yaml: Callable[[Any], bytes]) -> None:
+        super().__init__(logger, str(logger.log_dir), store=store, ledger=ledger, to_yaml=to_yaml)
         settings = {"default_bins": self._writer.default_bins}
         # One for each thread that creates events.
         self._in_line = EventMaker(self.path, **settings)
         self._aside = EventMaker(self.path, **settings)
         self._process = MediaProcess(self.path, settings)
-        self._collecting = ScalarCollector()
         self._hparams_are_staged = False
         # The event file of each directory, relative to the logger's directory.
         self._files: dict[str, str] = {}
         self._files_lock = threading.Lock()
-        self._replacements = Replacements()
         self._keeps = threading.local()
-
-    def attach(self, offload: Offload) -> None:
-        """Replaces the writer's methods, and those of the logger that write to storage."""
-        self._offload = offload
-        self._continue_open_file()
-        writer, logger = self._writer, self._logger
-        replace = self._replacements.replace
-        # A method of the user's own class runs when called, and calls these in turn.
-        names = [name for name in dir(SummaryWriter) if name.startswith("add_") and _is_torchs(writer, name)]
-        calls: dict[str, Callable[..., Any]] = {name: partial(self._queue, name) for name in names if name not in _NOW}
-        calls |= {"add_scalar": self._add_scalar, "add_figure": self._add_figure}
-        calls |= {
-            "add_hparams": partial(self._add_hparams, writer.add_hparams),
-            # It writes its own files.
-            "add_embedding": partial(self._run_later, writer.add_embedding),
-        }
-        calls |= {"_get_file_writer": self._caught_file, "flush": lambda: None, "close": self._files.clear}
-        for name, call in calls.items():
-            if _is_torchs(writer, name):
-                replace(writer, name, call)
-        log_metrics, save = logger.log_metrics, logger.save
-        is_own_save = type(logger).save.__module__.partition(".")[0] not in ("lightning", "pytorch_lightning")
-        replace(logger, "log_metrics", partial(self._collecting.call, offload.put, log_metrics))
-        # The user's own is called in place, so that its other effects show at once.
-        replace(logger, "save", partial(self._save, save if is_own_save else None))
-        replace(logger, "log_hyperparams", partial(self._log_hyperparams, logger.log_hyperparams))
-        replace(logger, "finalize", offload.finalize)
-        # Some use the writer of the file itself.
-        writer.file_writer = self._caught_file()
-        writer.all_writers = {self.path: writer.file_writer}
 
     def detach(self) -> None:
         """Restores the methods; the writer opens a new file when used again, as after any ``close``."""
-        self._replacements.undo()
+        super().detach()
         self._writer.close()
         self._process.refuse()
 
@@ -120,26 +73,43 @@ class TensorBoardBackend:
 
     def scalars(self, scalars: Sequence[LoggedScalars]) -> list[StagedFrame]:
         """One record for each call."""
-        if not scalars:
-            return []
         body = b"".join(record(scalar_event(one)) for one in scalars)
-        return self._frames(self.path, body, points=sum(len(one.values) for one in scalars))
+        return [self._frame(self.path, body, points=sum(len(one.values) for one in scalars))]
 
     def call(self, call: LoggedCall) -> list[StagedFrame]:
         """The records of one call."""
-        if call.name == _HPARAMS:
-            body = self._to_yaml(*call.args)
-            return [
-                StagedFrame(kind="whole", file=_HPARAMS, body=body, records=1, keep=True, details={"if_absent": True})
-            ]
-        frames: list[StagedFrame] = []
-        for logdir, event in [call.args] if call.name == "event" else self._events(call):
-            frames += self._frames(logdir, record(event), records=1, keep=call.keep)
-        return frames
+        if call.name == HPARAMS:
+            return [self._hparams_frame(call, if_absent=True)]
+        events = [call.args] if call.name == "event" else self._events(call)
+        return [self._frame(logdir, record(event), records=1, keep=call.keep) for logdir, event in events]
 
-    def finalize(self, status: str) -> None:
-        """Calls the logger's own."""
-        type(self._logger).finalize(self._logger, status)
+    def _replace_methods(self) -> None:
+        self._continue_open_file()
+        writer, logger, replace = self._writer, self._logger, self._replacements.replace
+        # A method of the user's own class runs when called, and calls these in turn.
+        names = [name for name in dir(SummaryWriter) if name.startswith("add_") and name not in _NOW]
+        calls: dict[str, Callable[..., Any]] = {name: partial(self._queue, name) for name in names}
+        calls |= {
+            "add_scalar": self._add_scalar,
+            "add_figure": self._add_figure,
+            "add_hparams": partial(self._add_hparams, writer.add_hparams),
+            # It writes its own files.
+            "add_embedding": partial(self._run_later, writer.add_embedding),
+            "_get_file_writer": self._caught_file,
+            "flush": lambda: None,
+            "close": self._files.clear,
+        }
+        for name, call in calls.items():
+            if getattr(type(writer), name, None) is getattr(SummaryWriter, name):
+                replace(writer, name, call)
+        is_own_save = type(logger).save.__module__.partition(".")[0] not in ("lightning", "pytorch_lightning")
+        # The user's own is called in place, so that its other effects show at once.
+        replace(logger, "save", partial(self._save, logger.save if is_own_save else None))
+        replace(logger, "log_hyperparams", partial(self._log_hyperparams, logger.log_hyperparams))
+        super()._replace_methods()
+        # Some use the writer of the file itself.
+        writer.file_writer = self._caught_file()
+        writer.all_writers = {self.path: writer.file_writer}
 
     def _continue_open_file(self) -> None:
         file = os.path.basename(self._writer.file_writer.event_writer._file_name) if self._writer.file_writer else ""
@@ -215,15 +185,12 @@ class TensorBoardBackend:
         except OSError:
             raise
         except Exception as error:
-            self._offload.ledger.lose(method.__name__, error)
+            self._ledger.lose(method.__name__, error)
 
     def _caught_file(self) -> CaughtFile:
         def take(logdir: str, event: bytes) -> None:
             keep = getattr(self._keeps, "is_on", False)
-            call = LoggedCall(
-                name="event", args=(logdir, event), kwargs={}, created=0.0, data_bytes=len(event), keep=keep
-            )
-            self._offload.put(call)
+            self._offload.put(LoggedCall(name="event", args=(logdir, event), data_bytes=len(event), keep=keep))
 
         return CaughtFile(self.path, take)
 
@@ -232,10 +199,7 @@ class TensorBoardBackend:
             own()
         if not self._hparams_are_staged:
             self._hparams_are_staged = True
-            hparams = copy.copy(self._logger.hparams)
-            self._offload.put(LoggedCall(name=_HPARAMS, args=(hparams,), kwargs={}, created=time.time(), keep=True))
-            if self.folders:
-                self._offload.catch_up(FIRST_S)
+            self._put_hparams(copy.copy(self._logger.hparams))
 
     def _events(self, call: LoggedCall) -> list[tuple[str, bytes]]:
         if not call.is_media:
@@ -246,11 +210,11 @@ class TensorBoardBackend:
                 return self._process.make(call.name, args, kwargs, call.created)
         return self._aside.make(call.name, call.args, call.kwargs, call.created)
 
-    def _frames(self, logdir: str, body: bytes, **counts: Any) -> list[StagedFrame]:
+    def _frame(self, logdir: str, body: bytes, **counts: Any) -> StagedFrame:
         """The frame of these records."""
         with self._files_lock:
             file = self._files.get(logdir) or self._begin_file(logdir)
-        return [StagedFrame(kind="append", file=file, body=body, **counts)]
+        return StagedFrame(kind="append", file=file, body=body, **counts)
 
     def _begin_file(self, logdir: str) -> str:
         """Begins a new event file in a directory."""
@@ -266,11 +230,6 @@ class TensorBoardBackend:
 
     def _is_ours(self, logdir: str) -> bool:
         return "\0" not in logdir and os.path.relpath(logdir, self.path).split(os.sep)[0] != os.pardir
-
-
-def _is_torchs(writer: Any, name: str) -> bool:
-    """Whether a method is torch's own, and not one of a user's class."""
-    return getattr(type(writer), name, None) is getattr(SummaryWriter, name)
 
 
 def _on_cpu(value: Any) -> Any:
