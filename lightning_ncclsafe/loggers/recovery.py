@@ -106,8 +106,8 @@ def _deliver(done: Recovered, to: str, replay: Replay | None) -> None:
         store = Store(done.folder)
     except (TypeError, ValueError, OverflowError) as error:
         raise StagingError(f"{done.folder} is damaged: {error}") from error
-    written: set[str] = set()
-    deliver = replay or _to_files(done.manifest, to, store, written)
+    done.to = to if replay is None else done.manifest.identity
+    deliver = replay or _to_files(done, to, store)
     while (portion := _read(store, done, replay)) is not None:
         for frame in portion.frames:
             if frame.kind not in KINDS[done.manifest.kind]:
@@ -120,10 +120,6 @@ def _deliver(done: Recovered, to: str, replay: Replay | None) -> None:
             done.records += 0 if is_lost else frame.records
             done.lost_calls += is_lost
     store.close()
-    if done.manifest.kind == "calls" and replay is not None:
-        done.to = done.manifest.identity
-    else:
-        done.to = " and ".join(f"{to.rstrip('/')}/{file}" for file in sorted(written)) or to
 
 
 def _read(store: Store, done: Recovered, replay: Replay | None) -> Portion | None:
@@ -134,18 +130,20 @@ def _read(store: Store, done: Recovered, replay: Replay | None) -> Portion | Non
     return portion
 
 
-def _to_files(manifest: Manifest, to: str, store: Store, written: set[str]) -> Replay:
-    """Writes frames to files; calls to files of our own, whose names are added to ``written``."""
+def _to_files(done: Recovered, to: str, store: Store) -> Replay:
+    """Writes frames to files; calls to files of our own, whose names are noted in ``done``."""
+    manifest = done.manifest
     _check_is_there(to, manifest.root)
     sink = FilesSink(open_destination(to), store.anchors, store.note)
     if manifest.kind == "files":
         return sink.deliver
-    name = _file_name(manifest)
+    name, written = _file_name(manifest), set[str]()
 
     def write_down(frames: Sequence[StagedFrame]) -> None:
         lines = [_written_down(frame, name) for frame in frames]
-        written.update(line.file for line in lines)
         sink.deliver(lines)
+        written.update(line.file for line in lines)
+        done.to = " and ".join(f"{to.rstrip('/')}/{file}" for file in sorted(written))
 
     return write_down
 

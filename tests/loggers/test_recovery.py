@@ -228,7 +228,7 @@ def test_only_unconfirmed_calls_are_replayed(tmp_path: Path, monkeypatch: pytest
             raise RuntimeError("the server does not understand")
 
     stopped = recover(folder, replay)
-    assert stopped.points == 3
+    assert (stopped.points, stopped.to) == (3, "run/version_3")
     assert "the server is gone" in stopped.problem
     with pytest.raises(RuntimeError, match="does not understand"):
         recover(folder, replay)
