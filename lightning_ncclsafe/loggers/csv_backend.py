@@ -27,6 +27,8 @@ class CSVBackend(FilesBackend):
         self._file = os.path.basename(str(self._writer.metrics_file_path))
         self.file_names = (self._file, HPARAMS)
         self._is_there = False
+        # Before anything is replaced, because it may fail: what the writer still has would be lost.
+        self._writer.save()
 
     def detach(self) -> None:
         """Restores the methods; the rows that the writer still has are staged."""
@@ -53,8 +55,6 @@ class CSVBackend(FilesBackend):
         return [StagedFrame(kind="rows", file=self._file, body=_json(row), points=len(row) - 1)]
 
     def _replace_methods(self) -> None:
-        # What it still has.
-        self._writer.save()
         replace = self._replacements.replace
         replace(self._writer, "log_metrics", self._log_row)
         replace(self._writer, "log_hparams", self._log_hparams)

@@ -153,6 +153,18 @@ def test_a_start_that_fails_halfway_leaves_the_logger_unchanged(tmp_path: Path) 
     assert "log_metrics" not in vars(logger)
 
 
+def test_rows_that_cannot_be_saved_at_the_start_stay_with_the_logger(tmp_path: Path) -> None:
+    logger = CSVLogger(str(tmp_path))
+    logger.log_metrics({"a": 1.0}, step=0)
+    writer = logger.experiment
+    there, writer.metrics_file_path = writer.metrics_file_path, str(tmp_path / "gone" / "metrics.csv")
+    with pytest.raises(FileNotFoundError):
+        start(logger, tmp_path)
+    writer.metrics_file_path = there
+    logger.save()
+    assert rows(logger) == ["a,step", "1.0,0"]
+
+
 def test_a_dead_storage_does_not_delay_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: list[str]
 ) -> None:
