@@ -191,9 +191,9 @@ def _writes_files(logger: Logger) -> bool:
 
 
 def _backend(logger: Logger, store: Store, ledger: Ledger, settings: OffloadSettings) -> Backend:
-    if isinstance(logger, CSVLogger):
-        return CSVBackend(logger, store=store, ledger=ledger, to_yaml=_hparams_yaml)
     if _writes_files(logger):
+        if isinstance(logger, CSVLogger):
+            return CSVBackend(logger, store=store, ledger=ledger, to_yaml=_hparams_yaml)
         from lightning_ncclsafe.loggers.tensorboard_backend import TensorBoardBackend
 
         return TensorBoardBackend(logger, store=store, ledger=ledger, to_yaml=_hparams_yaml)

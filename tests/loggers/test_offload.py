@@ -12,6 +12,7 @@ import psutil
 import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from own_threads import join_own_threads
 from polling import until
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -337,6 +338,23 @@ def test_a_user_writer_keeps_its_methods(tmp_path: Path) -> None:
     logger.log_metrics({"a": 2.0}, step=1)
     end(logger, offload)
     assert sorted(events(logger).Tags()["scalars"]) == ["mine/a", "mine/loss"]
+
+
+def test_a_user_writer_of_rows_keeps_its_methods(tmp_path: Path) -> None:
+    class Keeping(ExperimentWriter):
+        kept: list[Any] = []  # noqa: RUF012
+
+        def log_metrics(self, metrics_dict: Any, step: int | None = None) -> None:
+            self.kept.append(step)
+            super().log_metrics(metrics_dict, step)
+
+    logger = CSVLogger(str(tmp_path))
+    logger._experiment = Keeping(logger.log_dir)
+    offload = start(logger, tmp_path)
+    logger.log_metrics({"a": 1.0}, step=3)
+    end(logger, offload)
+    assert Keeping.kept == [3]
+    assert rows(logger) == ["a,step", "1.0,3"]
 
 
 def test_points_of_another_thread_at_the_end_are_not_lost(tmp_path: Path, said: list[str]) -> None:
