@@ -14,8 +14,8 @@ import psutil
 
 from lightning_ncclsafe._torch.loading import around_worker_handlers
 from lightning_ncclsafe.facts import Frame
+from lightning_ncclsafe.probes.process.crash_file import cease_crashes, write_crashes_to, writes_crashes
 from lightning_ncclsafe.probes.process.crash_traces import parse_crash_of_fork
-from lightning_ncclsafe.probes.process.traceback_signal import cease_crashes, write_crashes_to, writes_crashes
 
 # Files of children that have ended are closed when there are more, but for these traces.
 _MOST, _MOST_TRACES = 64, 16

@@ -31,7 +31,6 @@ import stat
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -43,6 +42,7 @@ from typing import IO, Any
 
 from lightning_ncclsafe.code.marks import Mark, marked
 from lightning_ncclsafe.facts import COLLECTOR, Frame, codec
+from lightning_ncclsafe.probes.process.crash_file import leave_crashes, take_crashes
 from lightning_ncclsafe.probes.process.main_thread import ThreadLook, look_at_main_thread
 from lightning_ncclsafe.probes.process.stacks import exception_facts, seen_frame
 
@@ -121,9 +121,8 @@ class TracebackSignal:
         self._file = os.fdopen(file, "wb", buffering=0)
         # Read now: Lightning removes these variables when its Trainer ends.
         self._is_of_rank = _is_launched(os.environ)
-        # Crashes go to the same file, unless the user has sent them elsewhere; see CrashTraces.
-        if not faulthandler.is_enabled() or _writes_for_parent():
-            _enable_for_crashes(self._file)
+        # Peers read it when this process is gone; see CrashTraces.
+        take_crashes(self._file)
         self._hook_before, sys.excepthook = sys.excepthook, self._uncaught
 
     def _handle_in_python(self) -> None:
@@ -148,8 +147,7 @@ class TracebackSignal:
                 with suppress(ValueError):  # in another thread than the main one
                     if signal.getsignal(self._python_signum) == self._write:
                         signal.signal(self._python_signum, signal.SIG_DFL)
-            if self._file is _file_of_crashes():
-                faulthandler.disable()
+            leave_crashes(self._file)
             # A hook that was set later may still call this one, which then only passes on.
             if sys.excepthook == self._uncaught:
                 sys.excepthook = self._hook_before
@@ -174,71 +172,6 @@ class TracebackSignal:
         """Whether this process is a fork of the one that armed it: then the file belongs to that one."""
         return self._pid not in (0, os.getpid())
 
-
-class _CrashFile:
-    """The file for fatal signals. Only ``faulthandler`` refers to it, so it exists for as long as that writes to it."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self.file = file
-
-    def fileno(self) -> int:
-        return self.file.fileno()
-
-
-_crash_file: "weakref.ref[_CrashFile] | None" = None
-# In a child, the file of its parent.
-_parents_file: "weakref.ref[_CrashFile] | None" = None
-
-
-def _enable_for_crashes(file: IO[bytes]) -> None:
-    global _crash_file
-    crash_file = _CrashFile(file)
-    faulthandler.enable(file=crash_file, all_threads=True)
-    _crash_file = weakref.ref(crash_file)
-
-
-def _file_of_crashes() -> IO[bytes] | None:
-    """The file that a crash is written to; None if the user has called ``faulthandler.enable`` or ``disable`` since."""
-    crash_file = _crash_file() if _crash_file is not None else None
-    return crash_file.file if crash_file is not None else None
-
-
-def writes_crashes() -> bool:
-    """Whether a crash of this process is written to its file."""
-    return _file_of_crashes() is not None
-
-
-def write_crashes_to(file: int) -> None:
-    """In a forked child: a crash is written to a file of its parent's, until this process arms its own.
-
-    Args:
-        file: Its descriptor, which stays open.
-    """
-    global _parents_file
-    if faulthandler.is_enabled():
-        return  # by the user
-    crash_file = _CrashFile(os.fdopen(file, "wb", buffering=0, closefd=False))
-    faulthandler.enable(file=crash_file, all_threads=True)
-    _parents_file = weakref.ref(crash_file)
-
-
-def cease_crashes() -> None:
-    """Reverses :func:`write_crashes_to`, unless the user has called ``faulthandler.enable`` since."""
-    if _writes_for_parent():
-        faulthandler.disable()
-
-
-def _writes_for_parent() -> bool:
-    return _parents_file is not None and _parents_file() is not None
-
-
-def _forget_crashes() -> None:
-    """In a fork: its crash would be taken for one of its parent."""
-    if _file_of_crashes() is not None or _writes_for_parent():
-        faulthandler.disable()
-
-
-os.register_at_fork(after_in_child=_forget_crashes)
 
 _early = TracebackSignal()
 
