@@ -84,9 +84,6 @@ def gpu_facts(
     Args:
         local_rank: Rank on this host.
         own_pids: Processes of this job, which are not foreign.
-        nvml: The module ``pynvml``; by default it is imported.
-        environment: The environment of this process.
-        kernel_logs: Possible files of the kernel's log.
     """
     state = gpu_state(local_rank, own_pids=own_pids, nvml=nvml, environment=environment, kernel_logs=kernel_logs)
     return state.gpu if state is not None else None
@@ -179,7 +176,6 @@ def own_gpu(nvml: Any, local_rank: int, visible: str | None) -> Any:
     CUDA numbers the fastest GPU first, and NVML by bus order; both are the same if all GPUs are of one model.
 
     Args:
-        nvml: The module ``pynvml``, initialised.
         local_rank: Rank on this host.
         visible: ``CUDA_VISIBLE_DEVICES``: indexes, UUIDs or their beginnings, MIG instances; None if not set.
 

@@ -52,7 +52,6 @@ class MachineProbe:
 
     Args:
         interface: Finds the interface towards other hosts; called once, on its own thread, as it may take long.
-        clock: Seconds that only grow; for tests.
     """
 
     def __init__(
@@ -139,11 +138,7 @@ def _count(now: int | None, before: int | None) -> int | None:
 
 
 class GarbageWatch:
-    """Records when full garbage collections begin and end; costs about a microsecond for each.
-
-    Args:
-        clock: Seconds that only grow; for tests.
-    """
+    """Records when full garbage collections begin and end; costs about a microsecond for each."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -192,7 +187,6 @@ class GpuWatch:
 
     Args:
         ask: Gives the state; None if there is no GPU.
-        clock: Seconds that only grow; for tests.
     """
 
     def __init__(self, ask: Callable[[], GpuStateFacts | None], clock: Callable[[], float] = time.monotonic) -> None:
@@ -208,11 +202,7 @@ class GpuWatch:
             self._question.begin(self._ask)
 
     def read(self, deadline_s: float) -> GpuStateFacts | None:
-        """The answer within the deadline, or for how long there has been none; None if there is no GPU.
-
-        Args:
-            deadline_s: Seconds to wait for.
-        """
+        """The answer within the deadline, or for how long there has been none; None if there is no GPU."""
         if self._asked_s is None:
             return None
         try:

@@ -50,12 +50,7 @@ class Interface:
 
 
 def nccl_interface(interfaces: Sequence[Interface], environment: Mapping[str, str]) -> tuple[str, str]:
-    """The interface that NCCL would choose, empty if there is none, and why.
-
-    Args:
-        interfaces: The interfaces that are up, in the system's order.
-        environment: The environment of this process.
-    """
+    """The one of these interfaces, in the system's order, that NCCL would choose, empty if none, and why."""
     wanted = environment.get("NCCL_SOCKET_IFNAME", "")
     # NCCL ignores a single letter.
     if len(wanted) > 1:
@@ -68,7 +63,6 @@ def misnamed(names: Collection[str], environment: Mapping[str, str]) -> Iterator
 
     Args:
         names: All interfaces that have an address, even those that are down, as a back end may still choose them.
-        environment: The environment of this process.
     """
     nccl = environment.get("NCCL_SOCKET_IFNAME", "")
     if len(nccl) > 1 and not any(is_meant(name, nccl) for name in names):
@@ -87,7 +81,6 @@ def is_meant(name: str, rule: str) -> bool:
     """Whether ``NCCL_SOCKET_IFNAME`` lets an interface be used.
 
     Args:
-        name: The interface.
         rule: Beginnings of names, ``"eth,ens"``; after ``=`` whole names; after ``^`` excluded beginnings, and after
             ``^=`` excluded whole names.
     """
@@ -108,11 +101,6 @@ def gloo_interface(
 
     Gloo uses the address of this host's name, and falls back to loopback if that has none; the user should then name
     the interface on the route to ``MASTER_ADDR``.
-
-    Args:
-        interfaces: The interfaces that are up, in the system's order.
-        environment: The environment of this process.
-        resolve: Resolves a host's name; may raise OSError.
     """
     wanted = environment.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
     if wanted:
@@ -176,8 +164,6 @@ def network_facts(
 
     Args:
         is_cuda: Whether NCCL is used, or else gloo.
-        environment: The environment of this process.
-        ports: The kernel's folder of InfiniBand ports.
         devices: The folder of InfiniBand devices.
     """
     up = or_none(interfaces) or []
@@ -201,7 +187,6 @@ def taken_interface(*, is_cuda: bool, environment: Mapping[str, str] = os.enviro
 
     Args:
         is_cuda: Whether NCCL is used, or else gloo.
-        environment: The environment of this process.
     """
     up = or_none(interfaces)
     if up is None:
@@ -265,7 +250,6 @@ def infiniband_off(environment: Mapping[str, str] = os.environ, devices: Path = 
     """Why NCCL would not use the host's InfiniBand ports; empty if nothing prevents it.
 
     Args:
-        environment: The environment of this process.
         devices: The folder of InfiniBand devices, which a container must be given.
     """
     disabled = environment.get("NCCL_IB_DISABLE", "")

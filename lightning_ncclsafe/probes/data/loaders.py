@@ -164,7 +164,6 @@ def limited(length: int | None, limit: int | float | None) -> int | None:
     """Number of batches that Lightning takes from a loader.
 
     Args:
-        length: ``len(loader)``.
         limit: See :func:`loader_facts`.
     """
     if length is None or limit is None:

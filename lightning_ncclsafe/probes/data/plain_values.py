@@ -130,7 +130,6 @@ class ValueDigest:
         names_files: Whether the path of a file was among them.
 
     Args:
-        limits: How much is hashed of long values.
         whole_paths: Whether the whole path of a file counts, and not only its base name.
     """
 

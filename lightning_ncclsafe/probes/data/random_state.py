@@ -65,9 +65,6 @@ def saved_states() -> dict[str, Any]:
 def put_back(saved: Mapping[str, Any]) -> None:
     """Restores saved states of the generators.
 
-    Args:
-        saved: The result of :func:`saved_states`.
-
     Raises:
         ValueError, TypeError, KeyError, RuntimeError: The argument is something else.
     """

@@ -81,12 +81,7 @@ class Throttling:
 
 
 class ControlGroups:
-    """This process's control groups, v1 or v2. They are looked up once: processes rarely change their group.
-
-    Args:
-        cgroups: Root of the control groups' file system.
-        proc: The mounted proc file system.
-    """
+    """This process's control groups, v1 or v2. They are looked up once: processes rarely change their group."""
 
     def __init__(self, cgroups: Path = _CGROUPS, proc: Path = _PROC) -> None:
         self._cpu = own_groups("cpu", cgroups, proc)

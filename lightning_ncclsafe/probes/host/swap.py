@@ -36,13 +36,7 @@ _DEEPEST = 6
 
 
 class SwapProbe:
-    """Watches the host's swap from when it is made to :meth:`read`.
-
-    Args:
-        proc: Root of the file system with the kernel's counters.
-        block_devices: The kernel's folder of block devices.
-        now: Seconds of a clock that only goes forward.
-    """
+    """Watches the host's swap from when it is made to :meth:`read`."""
 
     def __init__(
         self,

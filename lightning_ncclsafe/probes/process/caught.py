@@ -348,7 +348,6 @@ def codes_with_handlers(modules: Iterable[ModuleType], lines: dict[str, frozense
     """The code of functions of these modules that handle exceptions.
 
     Args:
-        modules: The modules.
         lines: Receives, by file, the first lines of ``except`` clauses.
     """
     for module in modules:

@@ -51,7 +51,6 @@ def crash_of(pid: int, signal: str) -> tuple[Frame, ...]:
     """The stack, without source, of the thread of a child in which this signal struck; empty if that is unknown.
 
     Args:
-        pid: The child.
         signal: What has ended it, ``"SIGSEGV"``.
     """
     with _lock:

@@ -26,11 +26,7 @@ def waited_for() -> tuple[ChildProcess, ...]:
 
 
 def awaited_by(pid: int) -> tuple[ChildProcess, ...]:
-    """The same of another process, if it waits for a child's end; if it waits for a child's output, that is unknown.
-
-    Args:
-        pid: Process id.
-    """
+    """The same of another process, if it waits for a child's end; if it waits for a child's output, that is unknown."""
     return _with_descendants(_pid_of_wait(pid))
 
 

@@ -166,7 +166,6 @@ def parse_crash_of_fork(text: str, signal: str, depth: int) -> tuple[Frame, ...]
 
     Args:
         text: What ``faulthandler`` has written.
-        signal: The signal.
         depth: How many frames of the child's first thread, which has forked, are the parent's.
 
     Returns:

@@ -198,9 +198,6 @@ def ended_children(proc: Path = _PROC) -> tuple[EndedProcess, ...]:
 
     They are not reaped, so that their parent code, for instance torch's loader, still learns how they ended. Takes some
     10 µs for each child; empty if the kernel does not list a process's children.
-
-    Args:
-        proc: The mounted proc file system.
     """
     return tuple(child for pid in _children(proc) if (child := _ended(pid)))
 

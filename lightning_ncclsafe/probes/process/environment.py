@@ -29,11 +29,7 @@ _CUDA = ("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu12", "nvidia-cuda-runtime
 
 
 def launch_words(environ: Mapping[str, str] = os.environ) -> str:
-    """What started the job, the same for all its starts: ``"SLURM job 4711"``; empty if nothing can restart it.
-
-    Args:
-        environ: The environment of this process.
-    """
+    """What started the job, the same for all its starts: ``"SLURM job 4711"``; empty if nothing can restart it."""
     if name := environ.get(JOB):
         return f"job {name}"
     if "TORCHELASTIC_RUN_ID" in environ:
@@ -42,11 +38,7 @@ def launch_words(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def settings_seen(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Variables that matter to distributed training, by name, in alphabetical order; values of 200 characters at most.
-
-    Args:
-        environment: The environment of this process.
-    """
+    """Variables that matter to distributed training, by name, in alphabetical order; values of 200 characters at most."""
     names = sorted(name for name in environment if name.startswith(_PREFIXES) or _NAMES.fullmatch(name))
     return {name: environment[name][:_MOST_CHARACTERS] for name in names}
 
@@ -114,9 +106,6 @@ _LAUNCHERS = (
 
 def launched(environment: Mapping[str, str]) -> Launched:
     """Reads the variables of torchrun, SLURM or Open MPI; all need ``MASTER_ADDR`` and ``MASTER_PORT``.
-
-    Args:
-        environment: The environment of the process.
 
     Raises:
         ValueError: If a launcher has set this rank, and ``MASTER_PORT`` is not a port.

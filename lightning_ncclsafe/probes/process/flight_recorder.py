@@ -138,7 +138,6 @@ def parse(dump: dict[str, Any], names: Names) -> tuple[list[Group], list[Collect
     """Groups and collectives of one dump, as the JSON of ``_dump_fr_trace_json`` or ``_dump_nccl_trace_json``.
 
     Args:
-        dump: The dump.
         names: Known names and descriptions by ``pg_id``; those in the dump are added. A ``pg_id`` is a number of this
             process, and may mean another group on another rank.
     """

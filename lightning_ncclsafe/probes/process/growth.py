@@ -30,11 +30,7 @@ class MemoryLook:
 
 
 class MemoryGrowth:
-    """Remembers the last looks at some processes. May be called from any thread.
-
-    Args:
-        clock: Seconds that only grow; for tests.
-    """
+    """Remembers the last looks at some processes. May be called from any thread."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -45,9 +41,7 @@ class MemoryGrowth:
         """Records a look at a process.
 
         Args:
-            pid: Process id.
             rss_bytes: Its resident memory; None if unknown.
-            swap_bytes: Its swapped memory.
 
         Returns:
             Growth of its resident and swapped memory, bytes per second, since an earlier look: the last one that is at
@@ -91,9 +85,6 @@ def with_core_shares(facts: ProcessFacts, before: ThreadLook, now: ThreadLook, s
     """Adds the share of the time for which its main thread ran, and for which it waited for a core, between two looks.
 
     Args:
-        facts: The process.
-        before: The earlier look.
-        now: The later one.
         span_s: Seconds between them; if they are too few, nothing is added.
     """
     if span_s < LEAST_S:

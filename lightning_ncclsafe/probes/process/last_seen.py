@@ -35,11 +35,7 @@ class LastSeenFile:
             self._fd = os.memfd_create(_name(os.getpid()))
 
     def note(self, progress: Progress) -> None:
-        """Writes where the thread that trains is now; its stack only if it has made no progress since the last note.
-
-        Args:
-            progress: The progress of the Trainer.
-        """
+        """Writes where the thread that trains is now; its stack only if it has made no progress since the last note."""
         if self._fd < 0:
             return
         has_moved, self._idle_s = progress.idle_s <= self._idle_s, progress.idle_s
@@ -67,11 +63,7 @@ class LastSeenFile:
 
 
 def open_last_seen(pid: int) -> int | None:
-    """Opens the file of another process of this user on this host; None if it has none.
-
-    Args:
-        pid: The process.
-    """
+    """Opens the file of another process of this user on this host; None if it has none."""
     with suppress(OSError):
         for number in os.listdir(f"/proc/{pid}/fd"):
             link = f"/proc/{pid}/fd/{number}"
@@ -86,11 +78,7 @@ def open_last_seen(pid: int) -> int | None:
 
 
 def read_last_seen(file: int) -> LastSeen | None:
-    """What is in an open file; None if that is nothing, or was being written as the process ended.
-
-    Args:
-        file: Its descriptor.
-    """
+    """What is in an open file; None if that is nothing, or was being written as the process ended."""
     with suppress(OSError, codec.DecodeError):
         text, end, _ = os.pread(file, _MOST_BYTES, 0).partition(b"\n")
         return codec.decode(LastSeen, text) if end else None

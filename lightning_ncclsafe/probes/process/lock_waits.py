@@ -73,10 +73,6 @@ def awaited_lock(pid: int, proc: Path = _PROC) -> FileLockFacts | None:
     """The lock that another process waits for in a system call; None if it waits for none, or that is unknown.
 
     Asks the file system of each file that the process has open, which may not answer.
-
-    Args:
-        pid: Process id.
-        proc: The mounted proc file system.
     """
     entries = [*_entries(proc)]
     wait = next((entry for entry in entries if entry.is_awaited and entry.pid == pid), None)
@@ -146,7 +142,6 @@ def lock_on(path: str, kinds: Iterable[str] = _LOCKS, place: str = "") -> FileLo
     """The lock on a file with its holders; if this process is one, also who may have inherited the file from it.
 
     Args:
-        kinds: Kinds of locks that count.
         place: Another path of the file.
     """
     status = or_none(lambda: os.stat(place or path))

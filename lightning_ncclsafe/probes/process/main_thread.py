@@ -69,7 +69,6 @@ def look_at_main_thread(pid: int | None = None, proc: Path = _PROC, *, thread: i
 
     Args:
         pid: Process id of another process; None for this one.
-        proc: Where procfs is mounted.
         thread: The kernel's number of the thread; None for the main one.
     """
     # The main thread has the process's id.
@@ -100,12 +99,7 @@ def system_call(pid: int | None = None) -> tuple[int, ...]:
 
 
 def slept_s(pid: int, proc: Path = _PROC) -> float | None:
-    """Seconds since the main thread of another process ran last; None where the kernel does not report it.
-
-    Args:
-        pid: Process id.
-        proc: Where procfs is mounted.
-    """
+    """Seconds since the main thread of another process ran last; None where the kernel does not report it."""
     return or_none(lambda: _slept_s(proc / str(pid) / "task" / str(pid), proc))
 
 
@@ -113,19 +107,12 @@ def started_at(pid: int) -> int | None:
     """When a process was started, in ticks of the kernel's clock; None if there is none.
 
     With its id, this identifies a process. Unlike wall-clock time, it cannot be set.
-
-    Args:
-        pid: Process id.
     """
     return or_none(lambda: int(_stat(_PROC / str(pid))[_STARTED_FIELD]))
 
 
 def thread_ran_s(thread_id: int) -> float:
-    """CPU seconds of a thread of this process; 0 if there is none, or that is unreadable.
-
-    Args:
-        thread_id: Its native id.
-    """
+    """CPU seconds of a thread of this process; 0 if there is none, or that is unreadable."""
     own, _ = or_none(lambda: _turns_s(_PROC / "self" / "task" / str(thread_id))) or (None, None)
     return own or 0.0
 
@@ -137,9 +124,7 @@ def waits_for_gil(pid: int, threads: Iterable[int], proc: Path = _PROC) -> bool:
     to release it. One that executes bytecode does so at once.
 
     Args:
-        pid: Process id.
         threads: The kernel's numbers of the threads; they must be ones that never wait for a lock at such a pace.
-        proc: Where procfs is mounted.
     """
     folders = [proc / str(pid) / "task" / str(thread) for thread in threads]
     looks = []
@@ -165,11 +150,7 @@ def _woken(folder: Path) -> int | None:
 
 
 def wait_channel(folder: Path) -> str:
-    """The kernel function that a process or thread sleeps in; empty if it does not sleep, or that is unreadable.
-
-    Args:
-        folder: Its folder in procfs.
-    """
+    """The kernel function that a process or thread sleeps in; empty if it does not sleep, or that is unreadable."""
     name = file_text(folder / "wchan")
     return "" if name == "0" else name
 

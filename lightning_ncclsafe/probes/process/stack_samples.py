@@ -22,11 +22,7 @@ class StackSamples:
         self._latest: dict[_Path, tuple[Frame, ...]] = {}
 
     def note(self, position: Hashable) -> None:
-        """Takes a sample, or forgets all if the rank has made progress.
-
-        Args:
-            position: A value that changes with any progress.
-        """
+        """Takes a sample, or forgets all if the rank has made progress."""
         if position != self._position:
             self._position, self._counts, self._latest = position, Counter(), {}
             return

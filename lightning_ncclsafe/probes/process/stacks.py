@@ -110,11 +110,7 @@ def _uses_cuda() -> bool:
 
 
 def thread_stack(ident: int) -> tuple[Frame, ...]:
-    """The Python stack of any thread of this process.
-
-    Args:
-        ident: Python's number of the thread.
-    """
+    """The Python stack of any thread of this process."""
     frame = sys._current_frames().get(ident)
     inner = _frames((f.f_code.co_filename, line, f.f_code.co_name) for f, line in traceback.walk_stack(frame))
     deepest = tuple(replace(f, code=_line(f.file, f.line)) for f in inner[:1] if _is_read(f.file))

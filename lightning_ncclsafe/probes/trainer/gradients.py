@@ -25,7 +25,6 @@ def named_by_ddp(error: str, trained: Sequence[str]) -> list[str]:
     """The parameters without a gradient according to an error of DDP.
 
     Args:
-        error: Text of the exception.
         trained: The ones that required a gradient when DDP was created.
     """
     named = _NO_GRADIENT.search(error)
@@ -37,7 +36,6 @@ def of_other_size(error: str, module: Any) -> str:
     """The parameter that has another size on this rank than on rank 0, according to an error of DDP; else empty.
 
     Args:
-        error: Text of the exception.
         module: The module that DDP was to wrap.
     """
     named = _OTHER_SIZE.search(error)

@@ -24,7 +24,6 @@ def read_units(model: Any, collectives: Iterable[Collective]) -> tuple[ModelUnit
 
     Args:
         model: The model as its strategy has wrapped it; None gives nothing.
-        collectives: What the recorder has.
     """
     # Of equal ones, one.
     outstanding = {

@@ -204,12 +204,7 @@ def sources_in(owners: Iterable[Any]) -> Iterator[HookSource]:
 
 
 def lines_in(owners: Iterable[Any], asked: Callable[[HookSource], tuple[str, ...]]) -> tuple[str, ...]:
-    """Lines in the user's functions of these objects, the first few.
-
-    Args:
-        owners: The objects.
-        asked: Returns the lines of one function.
-    """
+    """Lines in the user's functions of these objects, the first few."""
     found = dict.fromkeys(line for source in sources_in(owners) for line in asked(source))
     return tuple(itertools.islice(found, MOST_LINES))
 

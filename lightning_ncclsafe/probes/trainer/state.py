@@ -50,9 +50,6 @@ def settings_of(trainer: Any) -> dict[str, str]:
 class TrainerProbe:
     """Reads a Trainer from another thread. It only looks at attributes that cost nothing and touch no storage.
 
-    Args:
-        trainer: A ``lightning.pytorch.Trainer``.
-
     Attributes:
         finished: Whether the Trainer's function has returned.
     """

@@ -60,7 +60,6 @@ class StepRecord:
     """Records training batches, their passes, batches without a backward pass, and a failed save.
 
     Args:
-        trainer: The ``Trainer``.
         is_consequence: Whether an exception only reports that a collective failed.
 
     Attributes:
@@ -99,7 +98,6 @@ class StepRecord:
         """Called when a backward pass begins, on the main thread, in every batch.
 
         Args:
-            loss: The loss.
             is_reduced: Whether gradients are reduced, not only accumulated.
         """
         self._is_first_pass = False
