@@ -9,8 +9,6 @@ import sys
 import threading
 import traceback
 from contextlib import suppress
-from enum import Enum, auto
-from functools import lru_cache
 from itertools import takewhile
 
 from lightning_ncclsafe.code.libraries import TRAINER_RUN
@@ -98,26 +96,12 @@ def _user_frames() -> tuple[Frame, ...]:
     found: list[Frame] = []
     innermost = sys._current_frames().get(training_thread().ident or 0)
     for depth, (frame, line) in enumerate(traceback.walk_stack(innermost)):
-        owner = _owner(frame.f_code.co_filename, frame.f_code.co_name)
-        if depth == _MOST_FRAMES or owner is _CodeOwner.TRAINER:
+        code = frame.f_code
+        if depth == _MOST_FRAMES or TRAINER_RUN.has(code.co_filename, code.co_name):
             break
-        if owner is _CodeOwner.USER:
-            found.append(seen_frame(frame.f_code.co_filename, line, frame.f_code.co_name))
+        if is_user_code(code.co_filename):
+            found.append(seen_frame(code.co_filename, line, code.co_name))
     return tuple(reversed(found))
-
-
-class _CodeOwner(Enum):
-    TRAINER = auto()
-    USER = auto()
-    LIBRARY = auto()
-
-
-# All the functions of a training, which are the same at each note.
-@lru_cache(maxsize=4096)
-def _owner(file: str, function: str) -> _CodeOwner:
-    if TRAINER_RUN.has(file, function):
-        return _CodeOwner.TRAINER
-    return _CodeOwner.USER if is_user_code(file) else _CodeOwner.LIBRARY
 
 
 def _function(frame: Frame) -> tuple[str, str]:

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import suppress
 from dataclasses import replace
+from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
 from types import TracebackType
@@ -338,6 +339,8 @@ def seen_frame(file: str, line: int, function: str) -> Frame:
     return Frame(file=file, line=line, function=function, user=is_user_code(file), mark=mark_at(file, line, function))
 
 
+# In a training, the same files are asked about in each batch.
+@lru_cache(maxsize=4096)
 def is_user_code(file: str) -> bool:
     """Whether a source file is the user's own: not the standard library, not installed, not this package.
 

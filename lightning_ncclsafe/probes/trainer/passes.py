@@ -38,7 +38,6 @@ class BatchPasses:
         self._calls: list[Call] = []
         self._runs: deque[tuple[int, ...]] = deque(maxlen=MOST_RUNS)
         self._calls_of_runs: deque[tuple[Call, ...]] = deque(maxlen=MOST_RUNS)
-        self._is_users: dict[str, bool] = {}
 
     def begin_batch(self, batch: Batch) -> None:
         """Called when the first pass of a batch is about to begin: the batch before is over."""
@@ -118,9 +117,7 @@ class BatchPasses:
         found: list[tuple[CodeType, int]] = []
         for frame, line in itertools.islice(traceback.walk_stack(sys._getframe(1)), _MOST_FRAMES):
             code = frame.f_code
-            if code.co_filename not in self._is_users:
-                self._is_users[code.co_filename] = is_user_code(code.co_filename)
-            if self._is_users[code.co_filename]:
+            if is_user_code(code.co_filename):
                 found.append((code, line))
             elif found or TRAINING_LOOPS.has(code.co_filename, code.co_name):
                 break
