@@ -76,7 +76,7 @@ class GuardedCall:
         stacks.train_here()
         self.trainer_probe = TrainerProbe(trainer)
         self.tracker = ActionTracker()
-        self.steps = StepRecord(trainer, process_groups.is_communication_error)
+        self.steps = StepRecord(trainer)
         self.tracker.on_failed = self._action_failed
         self._trainer = trainer
         self._limits = limits

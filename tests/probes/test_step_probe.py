@@ -803,7 +803,7 @@ def test_a_caught_save_failure_is_kept() -> None:
 
 
 def test_a_lost_connection_during_a_save_is_a_consequence() -> None:
-    record = StepRecord(trainer(), lambda error: True)
+    record = StepRecord(trainer())
     record.save_failed(RuntimeError("Connection closed by peer"))
     assert record.failed_save is not None
     assert record.failed_save.is_consequence

@@ -6,7 +6,6 @@ when ranks are asked.
 """
 
 import itertools
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -59,16 +58,12 @@ _REFUSED = "Skipping the `training_step`"
 class StepRecord:
     """Records training batches, their passes, batches without a backward pass, and a failed save.
 
-    Args:
-        is_consequence: Whether an exception only reports that a collective failed.
-
     Attributes:
         failed_save: What the last save of a checkpoint raised; None if it succeeded.
     """
 
-    def __init__(self, trainer: Any, is_consequence: Callable[[BaseException], bool] = lambda error: False) -> None:
+    def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        self._is_consequence = is_consequence
         self.failed_save: ExceptionFacts | None = None
         self._total: Any = None
         self._last = 0
@@ -139,7 +134,7 @@ class StepRecord:
 
     def save_failed(self, error: BaseException) -> None:
         """Called when the save of a checkpoint raises, on the main thread; its caller may catch that."""
-        raised = exception_facts(error, is_consequence=self._is_consequence(error))
+        raised = exception_facts(error, is_consequence=process_groups.is_communication_error(error))
         self.failed_save = replace(raised, stack=(*_callers(), *raised.stack))
 
     def saved(self) -> None:
