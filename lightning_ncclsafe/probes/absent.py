@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TypeVar
 
 T = TypeVar("T")
+N = TypeVar("N", int, float)
 
 
 def or_none(read: Callable[[], T]) -> T | None:
@@ -17,6 +18,11 @@ def or_none(read: Callable[[], T]) -> T | None:
         return read()
     except Exception:  # an unavailable fact is just absent
         return None
+
+
+def grown(now: N | None, before: N | None) -> N | None:
+    """By how much a counter has grown, in seconds to the millisecond; None if either value is unknown."""
+    return None if now is None or before is None else round(now - before, 3)
 
 
 def file_text(file: Path) -> str:

@@ -17,7 +17,7 @@ from lightning_ncclsafe.facts import (
     MachineFacts,
     MainThreadFacts,
 )
-from lightning_ncclsafe.probes.absent import or_none
+from lightning_ncclsafe.probes.absent import grown, or_none
 from lightning_ncclsafe.probes.host.capacity import shared_memory
 from lightning_ncclsafe.probes.host.cgroups import ControlGroups
 from lightning_ncclsafe.probes.host.swap import PressureLook, look_at_pressure, pressure_between
@@ -122,19 +122,11 @@ def main_thread_over(looks: Sequence[tuple[float, ThreadLook]]) -> MainThreadFac
         looks=len(looks),
         blocked_looks=sum(look.is_blocked for _, look in looks),
         running_looks=sum(look.is_running for _, look in looks),
-        ran_s=_seconds(now.ran_s, before.ran_s),
-        queued_s=_seconds(now.queued_s, before.queued_s),
-        preempted=_count(now.preempted, before.preempted),
-        major_faults=_count(now.major_faults, before.major_faults),
+        ran_s=grown(now.ran_s, before.ran_s),
+        queued_s=grown(now.queued_s, before.queued_s),
+        preempted=grown(now.preempted, before.preempted),
+        major_faults=grown(now.major_faults, before.major_faults),
     )
-
-
-def _seconds(now: float | None, before: float | None) -> float | None:
-    return None if now is None or before is None else round(now - before, 3)
-
-
-def _count(now: int | None, before: int | None) -> int | None:
-    return None if now is None or before is None else now - before
 
 
 class GarbageWatch:
@@ -189,26 +181,22 @@ class GpuWatch:
         ask: Gives the state; None if there is no GPU.
     """
 
-    def __init__(self, ask: Callable[[], GpuStateFacts | None], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, ask: Callable[[], GpuStateFacts | None]) -> None:
         self._ask = ask
-        self._clock = clock
-        self._asked_s: float | None = None
         self._question = SideThread("ncclsafe-gpu")
 
     def begin(self) -> None:
         """Asks, unless an earlier question is still unanswered."""
-        if not self._question.is_busy:
-            self._asked_s = self._clock()
-            self._question.begin(self._ask)
+        self._question.begin(self._ask)
 
     def read(self, deadline_s: float) -> GpuStateFacts | None:
         """The answer within the deadline, or for how long there has been none; None if there is no GPU."""
-        if self._asked_s is None:
+        if not self._question.began_s:
             return None
         try:
             state: GpuStateFacts | None = self._question.answer(deadline_s)
             return state
         except UnansweredError:
-            return GpuStateFacts(no_answer_s=round(self._clock() - self._asked_s, 3))
+            return GpuStateFacts(no_answer_s=round(time.monotonic() - self._question.began_s, 3))
         except Exception:  # unknown, if the driver does not report it
             return None

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 
 from lightning_ncclsafe.facts import GONE, HostFacts, ProcessFacts
-from lightning_ncclsafe.probes.absent import line_after, or_none
+from lightning_ncclsafe.probes.absent import grown, line_after, or_none
 from lightning_ncclsafe.probes.host.cgroups import ControlGroups
 from lightning_ncclsafe.probes.process.main_thread import wait_channel
 
@@ -34,9 +34,9 @@ class HostProbe:
             host_facts(),
             rss_bytes=rss_bytes,
             process_swap_bytes=swap_bytes,
-            swapped_in_bytes=_since(or_none(lambda: psutil.swap_memory().sin), self._swapped_in_bytes),
+            swapped_in_bytes=grown(or_none(lambda: psutil.swap_memory().sin), self._swapped_in_bytes),
             memory_limit_bytes=self._groups.hard_memory_limit_bytes(),
-            oom_kills=_since(_oom_kills(self._groups, self._proc), self._oom_kills),
+            oom_kills=grown(_oom_kills(self._groups, self._proc), self._oom_kills),
         )
 
 
@@ -182,7 +182,3 @@ def _oom_kills(groups: ControlGroups, proc: Path) -> int | None:
     """The kernel's counter of OOM kills, of the control group or else of the host."""
     counters = (line_after(file, "oom_kill ") for file in (*groups.memory_files("memory.events"), proc / "vmstat"))
     return next((int(kills) for kills in counters if kills), None)
-
-
-def _since(now: int | None, before: int | None) -> int | None:
-    return None if now is None or before is None else now - before

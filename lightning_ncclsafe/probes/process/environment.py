@@ -38,7 +38,7 @@ def launch_words(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def settings_seen(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Variables that matter to distributed training, by name, in alphabetical order; values of 200 characters at most."""
+    """Variables that matter to distributed training, in alphabetical order; of each value, at most 200 characters."""
     names = sorted(name for name in environment if name.startswith(_PREFIXES) or _NAMES.fullmatch(name))
     return {name: environment[name][:_MOST_CHARACTERS] for name in names}
 

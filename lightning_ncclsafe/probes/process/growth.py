@@ -6,7 +6,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from lightning_ncclsafe.facts import ANSWERING, ProcessFacts
+from lightning_ncclsafe.facts import ProcessFacts
+from lightning_ncclsafe.probes.absent import grown
 from lightning_ncclsafe.probes.process.main_thread import ThreadLook
 
 LEAST_S = 0.5
@@ -71,14 +72,9 @@ def growth_between(before: MemoryLook | None, now: MemoryLook) -> tuple[int | No
     span_s = now.at_s - before.at_s if before is not None else 0.0
     if before is None or span_s <= 0:
         return None, None
-    known = now.swap_bytes is not None and before.swap_bytes is not None
-    swapped = round(((now.swap_bytes or 0) - (before.swap_bytes or 0)) / span_s) if known else None
-    return round((now.rss_bytes - before.rss_bytes) / span_s), swapped
-
-
-def needs_second_look(seen: ProcessFacts) -> bool:
-    """Whether a second look is needed to see why a process does not answer."""
-    return seen.memory_growth_bytes_per_s is None or (seen.state in ANSWERING and bool(seen.stack))
+    swapped = grown(now.swap_bytes, before.swap_bytes)
+    swaps = None if swapped is None else round(swapped / span_s)
+    return round((now.rss_bytes - before.rss_bytes) / span_s), swaps
 
 
 def with_core_shares(facts: ProcessFacts, before: ThreadLook, now: ThreadLook, span_s: float) -> ProcessFacts:
