@@ -37,7 +37,6 @@ from lightning_ncclsafe.probes.process import (
     flight_recorder,
     lock_waits,
     stacks,
-    thread_locks,
     thread_waits,
     traceback_signal,
 )
@@ -262,8 +261,8 @@ class RankProbe:
             "units": lambda: model_units.read_units(self._trainer.model(), facts.collectives),
             "loaders": self._trainer.loaders,
             "loggers": self._loggers,
-            "thread_lock": thread_locks.waited_for,
-            "awaited_thread": thread_waits.waited_for,
+            "thread_lock": thread_waits.awaited_thread_lock,
+            "awaited_thread": thread_waits.awaited_thread,
             "peers": lambda: tuple(self.look_at_peer(peer) for peer in self.peers),
             "host_facts": self._host_facts,
             "file_lock": lock_waits.waited_for,

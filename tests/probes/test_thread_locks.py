@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lightning_ncclsafe.facts import ThreadLockFacts
-from lightning_ncclsafe.probes.process import thread_locks
+from lightning_ncclsafe.probes.process import thread_waits
 
 HERE = str(Path(__file__))
 WAIT_S = 20.0
@@ -51,7 +51,7 @@ def seen(thread: threading.Thread) -> ThreadLockFacts | None:
     """What is known once the thread stands in a call that waits."""
     ends_s = time.monotonic() + WAIT_S
     while time.monotonic() < ends_s and thread.is_alive():
-        if (found := thread_locks.waited_for()) is not None:
+        if (found := thread_waits.awaited_thread_lock()) is not None:
             return found
         threading.Event().wait(0.01)
     return None
@@ -93,7 +93,7 @@ def test_waiting_for_an_event_is_not_waiting_for_a_lock(
     table = Table(threading.Lock())
     thread = training(table.listen)
     for _ in range(50):
-        assert thread_locks.waited_for() is None
+        assert thread_waits.awaited_thread_lock() is None
         threading.Event().wait(0.002)
     table.may_end.set()
     thread.join(WAIT_S)

@@ -94,7 +94,7 @@ def test_a_joined_thread_is_found_with_its_stack(kind: type[threading.Thread], t
     thread.start()
     assert upload.has_begun.wait(WAIT_S)
     training(thread.join)
-    found = until(thread_waits.waited_for)
+    found = until(thread_waits.awaited_thread)
     upload.may_end.set()
     stands(found, "uploader")
 
@@ -117,7 +117,7 @@ def test_the_thread_that_runs_an_awaited_task_is_found(
     upload, other = Upload(), Upload()
     with other.in_pool(), upload.in_pool() as (pool, future):
         training(lambda: call(pool, future))
-        found = until(thread_waits.waited_for)
+        found = until(thread_waits.awaited_thread)
     other.may_end.set()
     stands(found, "uploads_0")
 
@@ -129,7 +129,7 @@ def test_of_several_tasks_the_one_that_runs_is_found(
     upload = Upload()
     with upload.in_pool() as (pool, future):
         training(lambda: call([pool.submit(upload.run), future, pool.submit(upload.run)]))
-        found = until(thread_waits.waited_for)
+        found = until(thread_waits.awaited_thread)
     stands(found, "uploads_0")
 
 
@@ -137,7 +137,7 @@ def test_tasks_of_a_map_are_awaited_one_by_one(training: Training) -> None:
     upload, names = Upload(), list[None]()
     with ThreadPoolExecutor(1, thread_name_prefix="uploads") as pool:
         training(lambda: names.extend(pool.map(lambda _: upload.run(), range(2))))
-        found = until(thread_waits.waited_for)
+        found = until(thread_waits.awaited_thread)
         upload.may_end.set()
     assert found is not None and found.name == "uploads_0"
 
@@ -149,7 +149,7 @@ def test_a_task_that_no_thread_has_begun_shows_none(training: Training) -> None:
         upload.future = pool.submit(upload.run)
         training(upload.future.result)
         standing_in("result")
-        assert thread_waits.waited_for() is None
+        assert thread_waits.awaited_thread() is None
 
 
 def test_a_wait_within_code_of_the_user_is_not_one_for_that_thread(training: Training) -> None:
@@ -158,7 +158,7 @@ def test_a_wait_within_code_of_the_user_is_not_one_for_that_thread(training: Tra
         future._condition = Polling()
         training(future.result)
         standing_in("wait")
-        assert thread_waits.waited_for() is None
+        assert thread_waits.awaited_thread() is None
         upload.may_end.set()
 
 
@@ -169,7 +169,7 @@ def test_the_task_of_an_event_loop_shows_no_thread(training: Training) -> None:
     future = asyncio.run_coroutine_threadsafe(may_end.wait(), loop)
     training(future.exception)
     standing_in("exception")
-    found = thread_waits.waited_for()
+    found = thread_waits.awaited_thread()
     loop.call_soon_threadsafe(may_end.set)
     assert future.result(WAIT_S)
     loop.call_soon_threadsafe(loop.stop)
@@ -185,7 +185,7 @@ def test_a_wait_for_an_event_or_a_queue_shows_no_thread(training: Training) -> N
         for call, function in ((upload.may_end.wait, "wait"), (tasks.join, "join")):
             training(call)
             standing_in(function)
-            assert thread_waits.waited_for() is None
+            assert thread_waits.awaited_thread() is None
         tasks.task_done()
 
 
@@ -194,4 +194,4 @@ def test_a_thread_that_has_ended_shows_nothing(training: Training) -> None:
     ended.start()
     ended.join()
     training(ended.join).join()
-    assert thread_waits.waited_for() is None
+    assert thread_waits.awaited_thread() is None
