@@ -17,7 +17,17 @@ from typing import Any, NamedTuple
 from lightning_ncclsafe.code.libraries import TRAINER_RUN, is_top_level
 from lightning_ncclsafe.code.side_thread import SideThread
 from lightning_ncclsafe.probes.process.stacks import is_user_code
-from lightning_ncclsafe.probes.process.syntax import FUNCTIONS, first_line, last_line, name_of, syntax_tree
+from lightning_ncclsafe.probes.process.syntax import (
+    FUNCTIONS,
+    Function,
+    first_line,
+    function_of,
+    functions_in,
+    is_of_self,
+    last_line,
+    name_of,
+    syntax_tree,
+)
 
 # All ranks wait while one reads the source, which may be on storage that hangs.
 _MOST_S = 2.0
@@ -55,7 +65,7 @@ class _Scope(NamedTuple):
         name: Its name.
         body: Its statements.
         parameters: The names of its parameters.
-        around: The functions and the file that it is in, from inside out.
+        around: The functions that it is in, from inside out.
         owner: The class of the object whose method it is; None if it is no method, or that is not known.
     """
 
@@ -63,7 +73,7 @@ class _Scope(NamedTuple):
     name: str
     body: _Body
     parameters: frozenset[str] = frozenset()
-    around: tuple[ast.AST, ...] = ()
+    around: tuple[Function, ...] = ()
     owner: type | None = None
 
 
@@ -107,11 +117,13 @@ def data_made_at(given: Any, hook: str) -> str:
 
 
 def _of_hook(code: CodeType, owner: type) -> str:
-    return _place(_returned(_scope_of(code, owner)))
+    scope = _scope_of(code, owner)
+    return _place(_returned(scope)) if scope is not None else ""
 
 
 def _of_argument(code: CodeType, line: int, owner: type | None, hook: str) -> str:
-    return _place(_argument(_scope_of(code, owner), line, hook))
+    scope = _scope_of(code, owner)
+    return _place(_argument(scope, line, hook)) if scope is not None else ""
 
 
 def _place(made: _Given | None) -> str:
@@ -131,17 +143,15 @@ def _place(made: _Given | None) -> str:
     return f"{found.scope.file}:{found.line} in {found.scope.name}" if found is not None else ""
 
 
-def _returned(scope: _Scope | None) -> _Given | None:
+def _returned(scope: _Scope) -> _Given | None:
     """What a hook returns, if there is only one place where it does."""
-    returns = [one for one, _ in _statements(scope.body) if isinstance(one, ast.Return)] if scope is not None else []
+    returns = [one for one, _ in _statements(scope.body) if isinstance(one, ast.Return)]
     value = returns[0].value if len(returns) == 1 else None
-    return _Given(value, scope, returns[0].lineno) if scope is not None and value is not None else None
+    return _Given(value, scope, returns[0].lineno) if value is not None else None
 
 
-def _argument(scope: _Scope | None, line: int, hook: str) -> _Given | None:
+def _argument(scope: _Scope, line: int, hook: str) -> _Given | None:
     """What a call of the Trainer at this line is given."""
-    if scope is None:
-        return None
     around = [one for one, _ in _statements(scope.body) if first_line(one) <= line <= last_line(one)]
     calls = (node for node in ast.walk(around[-1]) if isinstance(node, ast.Call)) if around else iter(())
     call = next((one for one in calls if name_of(one.func) in _METHODS), None)
@@ -215,7 +225,7 @@ def _assigned(value: ast.expr, made: _Given) -> _Given | None:
     """What a name means, by the last assignment before it; None if there is none, or if several are possible."""
     if isinstance(value, ast.Name):
         return _variable(value.id, made)
-    if isinstance(value, ast.Attribute) and _is_self(value.value):
+    if is_of_self(value):
         return _attribute(value.attr, made.scope)
     return None
 
@@ -299,11 +309,7 @@ def _is_variable(target: ast.AST | None, name: str) -> bool:
 
 
 def _is_attribute(target: ast.AST | None, name: str) -> bool:
-    return isinstance(target, ast.Attribute) and target.attr == name and _is_self(target.value)
-
-
-def _is_self(value: ast.expr) -> bool:
-    return isinstance(value, ast.Name) and value.id == "self"
+    return is_of_self(target) and target.attr == name
 
 
 def _statements(body: _Body, depth: int = 0) -> Iterator[tuple[ast.stmt, int]]:
@@ -321,35 +327,21 @@ def _scope_of(code: CodeType, owner: type | None) -> _Scope | None:
     if not is_user_code(code.co_filename):
         return None
     if is_top_level(code.co_name):
-        return _Scope(code.co_filename, code.co_name, syntax_tree(code.co_filename).body)
-    for function, around in _functions(code.co_filename):
-        # The first line of code with decorators is that of the first of them.
-        if function.name == code.co_name and code.co_firstlineno == first_line(function):
-            return _function_scope(code.co_filename, function, around, owner)
-    return None
+        return _file_scope(code.co_filename)
+    function = function_of(code)
+    if function is None:
+        return None
+    outer = [one for one in functions_in(code.co_filename) if first_line(one) < first_line(function) <= last_line(one)]
+    around = tuple(sorted(outer, key=first_line, reverse=True))
+    return _function_scope(code.co_filename, function, around, owner)
 
 
 @lru_cache(maxsize=8)
-def _functions(file: str) -> tuple[tuple[ast.FunctionDef | ast.AsyncFunctionDef, tuple[ast.AST, ...]], ...]:
-    """The functions of a file, each with the functions around it, from inside out, and the file."""
-    found: list[tuple[ast.FunctionDef | ast.AsyncFunctionDef, tuple[ast.AST, ...]]] = []
-
-    def search(body: _Body, around: tuple[ast.AST, ...]) -> None:
-        for statement, _ in _statements(body):
-            if isinstance(statement, FUNCTIONS):
-                found.append((statement, around))
-                search(statement.body, (statement, *around))
-            elif isinstance(statement, ast.ClassDef):
-                search(statement.body, around)
-
-    tree = syntax_tree(file)
-    search(tree.body, (tree,))
-    return tuple(found)
+def _file_scope(file: str) -> _Scope:
+    return _Scope(file, "<module>", syntax_tree(file).body)
 
 
-def _function_scope(
-    file: str, node: ast.FunctionDef | ast.AsyncFunctionDef, around: tuple[ast.AST, ...], owner: type | None
-) -> _Scope:
+def _function_scope(file: str, node: Function, around: tuple[Function, ...], owner: type | None) -> _Scope:
     arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs, node.args.vararg, node.args.kwarg]
     return _Scope(file, node.name, node.body, frozenset(one.arg for one in arguments if one), around, owner)
 
@@ -357,10 +349,9 @@ def _function_scope(
 def _scopes_around(scope: _Scope) -> Iterator[_Scope]:
     """The functions around one, from inside out, and the file."""
     for depth, node in enumerate(scope.around):
-        if isinstance(node, FUNCTIONS):
-            yield _function_scope(scope.file, node, scope.around[depth + 1 :], scope.owner)
-        elif isinstance(node, ast.Module):
-            yield _Scope(scope.file, "<module>", node.body)
+        yield _function_scope(scope.file, node, scope.around[depth + 1 :], scope.owner)
+    if not is_top_level(scope.name):
+        yield _file_scope(scope.file)
 
 
 def _caller_of_trainer(frame: FrameType | None) -> FrameType | None:

@@ -20,7 +20,7 @@ from lightning_ncclsafe.probes.process.rank_names import (
     may_be_none,
     names_of_rank,
 )
-from lightning_ncclsafe.probes.process.syntax import FUNCTIONS, first_line, last_line, name_of, parsed
+from lightning_ncclsafe.probes.process.syntax import COMPREHENSIONS, FUNCTIONS, first_line, last_line, name_of, parsed
 
 # Counters that are equal on all ranks, so that conditions on them are, too.
 _COUNTED = frozenset(
@@ -32,7 +32,6 @@ _MOST_NAMES = 32
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
 _JUMPS = {ast.Return: "return", ast.Continue: "continue", ast.Break: "break", ast.Raise: "raise"}
 _TRIES = (ast.Try, getattr(ast, "TryStar", ast.Try))
-_GENERATED = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 _Block = list[ast.stmt]
 
 
@@ -209,7 +208,7 @@ class ControlFlow:
         for node in _inside(whole):
             if isinstance(node, (ast.IfExp, ast.BoolOp)):
                 yield from self._in_condition(node, whole)
-            elif isinstance(node, _GENERATED) and _calls(node) and not _is_counted(node.generators[0].iter):
+            elif isinstance(node, COMPREHENSIONS) and _calls(node) and not _is_counted(node.generators[0].iter):
                 loop = node.generators[0]
                 code = f"for {ast.unparse(loop.target)} in {ast.unparse(loop.iter)}"
                 yield _branch(node.lineno, Decides.PASSES, last_line(node), code)

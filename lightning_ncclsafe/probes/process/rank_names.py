@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from lightning_ncclsafe.probes.process.syntax import FUNCTIONS, name_of
+from lightning_ncclsafe.probes.process.syntax import FUNCTIONS, is_of_self, name_of
 
 # Names in conditions that hold on some ranks only, as Lightning, torch and common training scripts use them.
 _TESTS = "is_global_zero|is_master|is_main_process|is_local_main_process|is_rank_zero|is_rank_0|is_first_rank"
@@ -84,12 +84,8 @@ def _assignments(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
     """The names and attributes of ``self`` to which a statement gives a value as it is, each with that."""
     if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
         for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
-            if isinstance(target, ast.Name) or _is_of_self(target):
+            if isinstance(target, ast.Name) or is_of_self(target):
                 yield target, node.value
-
-
-def _is_of_self(node: ast.expr) -> bool:
-    return isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
 
 
 def _with_places(node: ast.AST, function: int, owner: int) -> Iterator[tuple[ast.AST, int, int]]:
@@ -123,7 +119,7 @@ def _held(test: ast.expr) -> set[str]:
         return _held(test.operand)
     if isinstance(test, ast.Compare):
         return _held(test.left) if _is_none(test.comparators[0]) else set()
-    return {ast.unparse(test)} if isinstance(test, ast.Name) or _is_of_self(test) else set()
+    return {ast.unparse(test)} if isinstance(test, ast.Name) or is_of_self(test) else set()
 
 
 def may_be_none(value: ast.expr) -> bool:

@@ -5,21 +5,19 @@ import inspect
 import itertools
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator
-from functools import lru_cache
 from types import CodeType
 from typing import Any, TypeGuard, TypeVar
 
 from lightning_ncclsafe.facts import Branch, Decides
 from lightning_ncclsafe.probes.process.control_flow import control_flow, rank_condition
 from lightning_ncclsafe.probes.process.stacks import is_user_code
-from lightning_ncclsafe.probes.process.syntax import name_of, syntax_tree
+from lightning_ncclsafe.probes.process.syntax import COMPREHENSIONS, FUNCTIONS, function_of, functions_in, name_of
 
 N = TypeVar("N", bound=ast.AST)
 
 BEFORE_TRAINING = {"__init__", "configure_model", "configure_optimizers", "prepare_data", "setup"}
 """What Lightning calls before the first batch."""
 _CONDITIONS = (Decides.RANK, Decides.VALUE, Decides.COMMON)
-_COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 _GRADIENT_MODES = {"no_grad", "inference_mode", "set_grad_enabled"}
 MOST_LINES = 8
 """The most lines that are reported of one kind."""
@@ -37,11 +35,13 @@ class HookSource:
     """
 
     def __init__(self, hook: Callable[..., Any] | CodeType | None) -> None:
-        self.file, self.name, self._body = "", "", []
+        self.file, self.name = "", ""
+        self._body: list[ast.stmt] = []
         code = hook if isinstance(hook, CodeType) else getattr(inspect.unwrap(hook), "__code__", None) if hook else None
         if code is not None and is_user_code(code.co_filename):
             self.file, self.name = code.co_filename, code.co_name
-            self._body = _body_of(code.co_filename, code.co_firstlineno, code.co_name)
+            function = function_of(code)
+            self._body = function.body if function is not None else []
 
     def _each(self, kind: type[N]) -> Iterator[N]:
         """Its nodes of one kind, in the order of their lines."""
@@ -94,7 +94,7 @@ class HookSource:
         """The lines that call what loops and comprehensions take from these."""
         loops = [(loop.target, loop.iter, [*_inside(loop.body)]) for loop in self._each(ast.For)]
         for made in self._each(ast.expr):
-            parts = made.generators if isinstance(made, _COMPREHENSIONS) else []
+            parts = made.generators if isinstance(made, COMPREHENSIONS) else []
             loops += [(part.target, part.iter, [*ast.walk(made)]) for part in parts]
         for target, taken_from, body in loops:
             if any(node in named for node in ast.walk(taken_from)):
@@ -212,27 +212,14 @@ def lines_in(owners: Iterable[Any], asked: Callable[[HookSource], tuple[str, ...
 def lines_that_set(attributes: Iterable[str], file: str) -> tuple[str, ...]:
     """Lines in any file that set one of these attributes."""
     names = {*attributes}
-    found = ((node, function) for function in _functions(file) for node in _inside(function.body))
+    found = ((node, function) for function in functions_in(file) for node in _inside(function.body))
     return tuple(f"{file}:{node.lineno} in {function.name}" for node, function in found if _sets(node, names))
-
-
-def _body_of(file: str, line: int, name: str) -> list[ast.stmt]:
-    for function in _functions(file):
-        # The first line of code with decorators is that of the first of them.
-        if function.name == name and line in (function.lineno, *(one.lineno for one in function.decorator_list)):
-            return function.body
-    return []
-
-
-@lru_cache(maxsize=8)
-def _functions(file: str) -> tuple[ast.FunctionDef, ...]:
-    return tuple(node for node in ast.walk(syntax_tree(file)) if isinstance(node, ast.FunctionDef))
 
 
 def _inside(body: list[ast.stmt]) -> Iterator[ast.AST]:
     """Every node of a function in the order of its lines, except in functions defined within it."""
     for statement in body:
-        if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+        if isinstance(statement, (*FUNCTIONS, ast.ClassDef)):
             continue
         yield statement
         for child in ast.iter_child_nodes(statement):
