@@ -1,6 +1,7 @@
 """Short hashes that show whether two ranks have the same data, without drawing, iterating or changing anything."""
 
 import copy
+import itertools
 import os
 import time
 from collections import defaultdict
@@ -83,15 +84,11 @@ def digest_of_batch(batch: Any) -> int:
     Also 0 for a batch of a few whole numbers only: if a loader just counts steps, and samples are drawn elsewhere,
     these are the same on all ranks.
     """
-    # Batches are compared to find equal ones, and files of one name in two folders are not equal.
-    hashed = ValueDigest(SAMPLE, whole_paths=True)
     try:
-        if is_counter(batch):
-            return 0
-        hashed.value(batch)
+        # Batches are compared to find equal ones, and files of one name in two folders are not equal.
+        return 0 if is_counter(batch) else int(_hash(batch, whole_paths=True), 16) >> 1
     except Exception:
         return 0
-    return int(hashed.hexdigest(), 16) >> 1
 
 
 def file_names(dataset: Any) -> Any:
@@ -122,7 +119,7 @@ def _of_all(datasets: list[Any], part: Callable[[Any], bytes | None]) -> str | N
 
 
 def _indices(dataset: Any, content: str) -> bytes | None:
-    is_table = hugging_face(dataset) == "Dataset"
+    is_table = _is_table(dataset)
     indices = plain_attribute(dataset, "_indices" if is_table else "indices")
     if is_table and indices is not None:
         # An Arrow table with one column; its elements are not Python numbers.
@@ -243,12 +240,7 @@ def _digest(dataset: Any, limits: HashLimits) -> tuple[str, bytes]:
 def _is_uniform(rows: Any) -> bool:
     if _is_table(rows) or (is_array(rows) and not len(rows.shape)) or len(rows) < 2:
         return False
-    digests = set()
-    for position in positions(len(rows), _COMPARED_ROWS):
-        hashed = ValueDigest(SAMPLE)
-        hashed.value(rows[position])
-        digests.add(hashed.hexdigest())
-    return len(digests) == 1
+    return len({_hash(rows[position]) for position in positions(len(rows), _COMPARED_ROWS)}) == 1
 
 
 def _is_table(dataset: Any) -> bool:
@@ -314,7 +306,10 @@ def _reads(dataset: Any, length: int) -> Iterator[list[tuple[str, str]]]:
             # every rank.
             seed_all(seed)
             item = dataset[position]
-            read.append((shape_of(item), _hash(item)))
+            try:
+                read.append((shape_of(item), _hash(item)))
+            except UnknownValueError:
+                read.append((shape_of(item), ""))
         yield read
 
 
@@ -326,21 +321,15 @@ def shape_of(value: Any, level: int = 0) -> str:
     if level == _MOST_LEVELS:
         return name
     if type(value) is dict:
-        pairs = sorted((f"{key!s:.80}", shape_of(item, level + 1)) for key, item in _first(value.items()))
+        first = itertools.islice(value.items(), _MOST_ELEMENTS)
+        pairs = sorted((f"{key!s:.80}", shape_of(item, level + 1)) for key, item in first)
         return f"{name} {len(value)} {pairs}"
     if type(value) in (list, tuple):
-        return f"{name} {len(value)} {[shape_of(item, level + 1) for item in _first(value)]}"
+        return f"{name} {len(value)} {[shape_of(item, level + 1) for item in value[:_MOST_ELEMENTS]]}"
     return name
 
 
-def _first(items: Any) -> list[Any]:
-    return [item for item, _ in zip(items, range(_MOST_ELEMENTS), strict=False)]
-
-
-def _hash(item: Any) -> str:
-    hashed = ValueDigest(SAMPLE)
-    try:
-        hashed.value(item)
-    except UnknownValueError:
-        return ""
+def _hash(value: Any, *, whole_paths: bool = False) -> str:
+    hashed = ValueDigest(SAMPLE, whole_paths=whole_paths)
+    hashed.value(value)
     return hashed.hexdigest()

@@ -49,11 +49,6 @@ class Samplers(NamedTuple):
         return type(self.batch) is BatchSampler
 
 
-def iterates_plainly(loader: Any) -> bool:
-    """Whether a loader has PyTorch's own ``__iter__``; that of a subclass may do anything."""
-    return getattr(type(loader), "__iter__", None) is DataLoader.__iter__
-
-
 def samplers_of(loader: Any, reader: Reader) -> Samplers:
     """The samplers of a loader."""
     batch = reader.attribute(loader, "batch_sampler", "loader")
@@ -136,6 +131,8 @@ def _facts(loader: Any, reader: Reader, name: str, limit: int | float | None, co
     listed = samplers.decides if is_listed(samplers.decides) else None
     prints = fingerprints(dataset, content=content, batches=listed, items=not iterable)
     num_workers = reader.whole_number(loader, "num_workers", "loader") or 0
+    # That of a subclass may do anything.
+    is_torchs = getattr(type(loader), "__iter__", None) is DataLoader.__iter__
     return LoaderFacts(
         name=name,
         loader=class_name(loader),
@@ -144,7 +141,7 @@ def _facts(loader: Any, reader: Reader, name: str, limit: int | float | None, co
         iterable=iterable,
         num_workers=num_workers,
         # Samples of a map-style dataset are picked in this process.
-        made_by_workers=num_workers > 0 and is_iterable(own) and iterates_plainly(loader),
+        made_by_workers=num_workers > 0 and is_iterable(own) and is_torchs,
         prefetch_factor=reader.whole_number(loader, "prefetch_factor", "loader"),
         length=length,
         no_length_at="" if length is not None else reader.no_length_at,
