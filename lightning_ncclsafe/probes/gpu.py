@@ -71,21 +71,9 @@ _MEANINGS = {
 _OF_PROGRAMS = (13, 31, 43, 45)
 
 
-def gpu_facts(
-    local_rank: int,
-    *,
-    own_pids: Collection[int] = (),
-    nvml: Any = None,
-    environment: Mapping[str, str] = os.environ,
-    kernel_logs: Collection[str] = KERNEL_LOGS,
-) -> GpuFacts | None:
-    """This rank's GPU as NVML reports it; None without a driver or a GPU. Unreported values are None or empty.
-
-    Args:
-        local_rank: Rank on this host.
-        own_pids: Processes of this job, which are not foreign.
-    """
-    state = gpu_state(local_rank, own_pids=own_pids, nvml=nvml, environment=environment, kernel_logs=kernel_logs)
+def gpu_facts(local_rank: int) -> GpuFacts | None:
+    """This rank's GPU as NVML reports it; None without a driver or a GPU."""
+    state = gpu_state(local_rank)
     return state.gpu if state is not None else None
 
 
@@ -97,7 +85,12 @@ def gpu_state(
     environment: Mapping[str, str] = os.environ,
     kernel_logs: Collection[str] = KERNEL_LOGS,
 ) -> GpuStateFacts | None:
-    """The same with the present load of the GPU; None without a driver or a GPU. Arguments as above."""
+    """This rank's GPU and its present load; None without a driver or a GPU. Unreported values are None or empty.
+
+    Args:
+        local_rank: Rank on this host.
+        own_pids: Processes of this job, which are not foreign.
+    """
     nvml = nvml or or_none(partial(import_module, "pynvml"))
     if nvml is None or or_none(lambda: (nvml.nvmlInit(),)) is None:
         return None

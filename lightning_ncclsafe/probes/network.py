@@ -139,20 +139,6 @@ def own_address_towards(host: str, port: str) -> str:
     return "" if here.startswith("127.") or here in ("::1", "0.0.0.0", "::") else here
 
 
-@dataclass(frozen=True, slots=True)
-class _Port:
-    """An InfiniBand or RoCE port."""
-
-    name: str
-    state: str
-    rate: str
-    link: str
-
-    def __str__(self) -> str:
-        kind = "" if self.link in ("", "InfiniBand") else f"({self.link})"
-        return " ".join(part for part in (self.name, self.state, self.rate, kind) if part)
-
-
 def network_facts(
     *,
     is_cuda: bool,
@@ -174,8 +160,8 @@ def network_facts(
         default_interface=name,
         chosen_by=why,
         misnamed=tuple(misnamed(named, environment)) if (named := or_none(_names_with_address)) else (),
-        infiniband=tuple(str(port) for port in found)[:_MOST],
-        infiniband_active=sum(port.state == "ACTIVE" for port in found),
+        infiniband=tuple(port for port, _ in found)[:_MOST],
+        infiniband_active=sum(is_active for _, is_active in found),
         infiniband_off=infiniband_off(environment, devices) if found else "",
     )
 
@@ -264,9 +250,13 @@ def infiniband_off(environment: Mapping[str, str] = os.environ, devices: Path = 
     return "" if or_none(lambda: ctypes.util.find_library("ibverbs")) else "libibverbs.so.1 cannot be loaded"
 
 
-def _infiniband(ports: Path) -> Iterator[_Port]:
+def _infiniband(ports: Path) -> Iterator[tuple[str, bool]]:
+    """Each InfiniBand or RoCE port in words, and whether it is active."""
     for folder in sorted(ports.glob("*/ports/*")):
         # "4: ACTIVE" and "400 Gb/sec (4X NDR)"
         state = file_text(folder / "state").partition(":")[2].strip()
         rate = file_text(folder / "rate").partition("(")[0].strip()
-        yield _Port(f"{folder.parent.parent.name}:{folder.name}", state, rate, file_text(folder / "link_layer"))
+        link = file_text(folder / "link_layer")
+        kind = "" if link in ("", "InfiniBand") else f"({link})"
+        name = f"{folder.parent.parent.name}:{folder.name}"
+        yield " ".join(part for part in (name, state, rate, kind) if part), state == "ACTIVE"

@@ -123,9 +123,9 @@ class Nvml:
 
 def look(nvml: Nvml, local_rank: int = 0, visible: str | None = None, logs: tuple[str, ...] = ()) -> GpuFacts | None:
     environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-    facts = gpu_facts(local_rank, own_pids={PEER}, nvml=nvml, environment=environment, kernel_logs=logs)
+    state = gpu_state(local_rank, own_pids={PEER}, nvml=nvml, environment=environment, kernel_logs=logs)
     assert nvml.open == 0
-    return facts
+    return state.gpu if state is not None else None
 
 
 def seen(nvml: Nvml, **options: Any) -> GpuFacts:
@@ -245,11 +245,11 @@ WITHOUT = {
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_refused_function_loses_only_its_own_fact(name: str) -> None:
     nvml = Nvml(name)
-    facts = gpu_facts(0, own_pids={PEER}, nvml=nvml, environment={}, kernel_logs=())
+    state = gpu_state(0, own_pids={PEER}, nvml=nvml, environment={}, kernel_logs=())
     if name in ("nvmlInit", "nvmlDeviceGetHandleByIndex"):
-        assert facts is None
+        assert state is None
     else:
-        assert facts == replace(WHOLE, **WITHOUT.get(name, {}))
+        assert state is not None and state.gpu == replace(WHOLE, **WITHOUT.get(name, {}))
 
 
 def test_only_the_handle_is_required() -> None:
@@ -336,10 +336,10 @@ def test_overwritten_log_records_are_skipped(log: str, monkeypatch: pytest.Monke
 
 def test_the_current_gpu_state_is_read() -> None:
     nvml = Nvml()
-    state = gpu_state(1, nvml=nvml, environment={}, kernel_logs=())
+    state = gpu_state(1, own_pids={PEER}, nvml=nvml, environment={}, kernel_logs=())
     assert state is not None and state.gpu is not None
     assert (state.utilization, state.power_w, state.no_answer_s) == (1.0, 71.5, 0.0)
-    assert state.gpu == gpu_facts(1, nvml=nvml, environment={}, kernel_logs=())
+    assert state.gpu == look(nvml, 1)
     assert nvml.open == 0
 
 
