@@ -171,12 +171,9 @@ def parse_crash_of_fork(text: str, signal: str, depth: int) -> tuple[Frame, ...]
     Returns:
         The stack, outermost frame first; empty if the trace is of another signal, or of no Python thread, or cut off.
     """
-    reason, _, threads = text.partition(_FATAL)[2].partition("\n")
-    if _FATAL in threads:
-        return ()
-    threads = _AFTERWARDS.split(threads)[0]
-    _, mark, current = threads.rpartition("Current thread")
-    if not mark or _SIGNALS.get(reason.strip()) != signal:
+    reason, threads = _fatal_error(text)
+    _, mark, current = (threads or "").rpartition("Current thread")
+    if not mark or _SIGNALS.get(reason) != signal:
         return ()
     # The first thread comes last.
     stack, *others = parse_threads(mark + current)
@@ -186,16 +183,20 @@ def parse_crash_of_fork(text: str, signal: str, depth: int) -> tuple[Frame, ...]
 
 
 def parse_crash(text: str) -> CrashTrace:
-    """The fatal error in what ``faulthandler`` has written; tracebacks that were asked for precede it.
+    """The fatal error in what ``faulthandler`` has written; tracebacks that were asked for precede it."""
+    reason, threads = _fatal_error(text)
+    if threads is None:
+        return CrashTrace(_SIGNALS.get(reason, ""), ())
+    # The main thread's stack is last, whichever thread the signal struck.
+    main, *others = parse_threads(threads.replace("Current thread", "Thread"))
+    return CrashTrace(_SIGNALS.get(reason, reason[:40]), main, thread_stack=stack_in_collective(others))
 
-    Other threads run on while an aborting thread writes, and may crash that: such a trace is not complete.
+
+def _fatal_error(text: str) -> tuple[str, str | None]:
+    """The reason of the first fatal error, and the threads below it; None if there is none, or they are not complete.
+
+    Other threads run on while an aborting thread writes, and may crash that.
     """
     _, mark, first = text.partition(_FATAL)
-    if not mark:
-        return CrashTrace("", ())
     reason, _, threads = first.partition("\n")
-    if _FATAL in threads:
-        return CrashTrace(_SIGNALS.get(reason.strip(), ""), ())
-    # The main thread's stack is last, whichever thread the signal struck.
-    main, *others = parse_threads(_AFTERWARDS.split(threads)[0].replace("Current thread", "Thread"))
-    return CrashTrace(_SIGNALS.get(reason.strip(), reason.strip()[:40]), main, thread_stack=stack_in_collective(others))
+    return reason.strip(), _AFTERWARDS.split(threads)[0] if mark and _FATAL not in threads else None
