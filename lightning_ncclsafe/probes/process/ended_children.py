@@ -60,7 +60,7 @@ class ChildWatch:
     def note(self) -> None:
         """Looks for new children, at most once a second; takes some 10 µs for each thread of this process."""
         # A thread that forks does not wait for one that looks: that one has a next turn.
-        if time.monotonic() < self._next_s or not self._looking.acquire(blocking=False):
+        if self._is_closed or time.monotonic() < self._next_s or not self._looking.acquire(blocking=False):
             return
         try:
             self._next_s = time.monotonic() + _EVERY_S
@@ -70,11 +70,10 @@ class ChildWatch:
 
     def forked(self) -> None:
         """Looks at once: a pool replaces a child that ends early before the next second has come."""
-        if self._next_s < math.inf:
-            self._next_s = -math.inf
-            self.note()
-            # multiprocessing knows its new child only after the fork.
-            self._next_s = -math.inf
+        self._next_s = -math.inf
+        self.note()
+        # multiprocessing knows its new child only after the fork.
+        self._next_s = -math.inf
 
     def read(self, idle_s: float) -> tuple[EndedProcess, ...]:
         """Unreaped children, and those that ended during this rank's standstill, or shortly before."""
@@ -94,7 +93,6 @@ class ChildWatch:
             self._is_closed = True
             child_crashes.leave()
         thread, self._thread = self._thread, None
-        self._next_s = math.inf
         if thread is not None:
             with suppress(OSError):
                 os.write(self._wake[1], b"x")
