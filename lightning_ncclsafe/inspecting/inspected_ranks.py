@@ -31,11 +31,10 @@ from lightning_ncclsafe.inspecting.ranks import RankProcess
 from lightning_ncclsafe.inspecting.recorders import recorded
 from lightning_ncclsafe.inspecting.sources import folder_of, from_storage, remember_sources, whole
 from lightning_ncclsafe.probes.absent import or_none
-from lightning_ncclsafe.probes.gpu import gpu_state
+from lightning_ncclsafe.probes.gpu import GpuWatch, gpu_state
 from lightning_ncclsafe.probes.host.cgroups import ControlGroups
 from lightning_ncclsafe.probes.host.resources import child_processes, filesystem_of, host_facts, look_at
 from lightning_ncclsafe.probes.host.swap import look_at_pressure, pressure_between
-from lightning_ncclsafe.probes.machine_state import GpuWatch
 from lightning_ncclsafe.probes.network import name_servers_asked
 from lightning_ncclsafe.probes.process.child_waits import awaited_by
 from lightning_ncclsafe.probes.process.growth import MemoryLook, growth_between

@@ -10,6 +10,7 @@ from typing import Any
 
 import psutil
 
+from lightning_ncclsafe.code.side_thread import SideThread, UnansweredError
 from lightning_ncclsafe.facts import GpuFacts, GpuStateFacts
 from lightning_ncclsafe.probes.absent import or_none
 
@@ -65,8 +66,6 @@ _MEANINGS = {
     149: "NVLink NETIR error",
     154: "recovery action changed",
 }
-
-
 # Errors that programs cause themselves, also when they are killed: exception, page fault, stopped, cleaned up.
 _OF_PROGRAMS = (13, 31, 43, 45)
 
@@ -106,6 +105,37 @@ def gpu_state(
     finally:
         # NVML counts init and shutdown, so torch's own use is not affected.
         or_none(lambda: nvml.nvmlShutdown())
+
+
+class GpuWatch:
+    """Reads the state of a GPU, without waiting for a driver that does not answer.
+
+    Torch is not asked about memory: it would wait, with the GIL held, for a lock that the allocator holds while it
+    waits for the device.
+
+    Args:
+        ask: Gives the state; None if there is no GPU.
+    """
+
+    def __init__(self, ask: Callable[[], GpuStateFacts | None]) -> None:
+        self._ask = ask
+        self._question = SideThread("ncclsafe-gpu")
+
+    def begin(self) -> None:
+        """Asks, unless an earlier question is still unanswered."""
+        self._question.begin(self._ask)
+
+    def read(self, deadline_s: float) -> GpuStateFacts | None:
+        """The answer within the deadline, or for how long there has been none; None if there is no GPU."""
+        if not self._question.began_s:
+            return None
+        try:
+            state: GpuStateFacts | None = self._question.answer(deadline_s)
+            return state
+        except UnansweredError:
+            return GpuStateFacts(no_answer_s=round(time.monotonic() - self._question.began_s, 3))
+        except Exception:  # unknown, if the driver does not report it
+            return None
 
 
 def _facts(nvml: Any, handle: Any, local_rank: int, own: Collection[int], kernel_logs: Collection[str]) -> GpuFacts:

@@ -9,10 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_ncclsafe.code.side_thread import SideThread, UnansweredError
+from lightning_ncclsafe.code.side_thread import SideThread
 from lightning_ncclsafe.facts import (
     GarbageFacts,
-    GpuStateFacts,
     InterfaceFacts,
     MachineFacts,
     MainThreadFacts,
@@ -169,34 +168,3 @@ class GarbageWatch:
         elif self._began_s is not None:
             self._pauses.append((self._began_s, self._clock()))
             self._began_s = None
-
-
-class GpuWatch:
-    """Reads the state of a GPU, without waiting for a driver that does not answer.
-
-    Torch is not asked about memory: it would wait, with the GIL held, for a lock that the allocator holds while it
-    waits for the device.
-
-    Args:
-        ask: Gives the state; None if there is no GPU.
-    """
-
-    def __init__(self, ask: Callable[[], GpuStateFacts | None]) -> None:
-        self._ask = ask
-        self._question = SideThread("ncclsafe-gpu")
-
-    def begin(self) -> None:
-        """Asks, unless an earlier question is still unanswered."""
-        self._question.begin(self._ask)
-
-    def read(self, deadline_s: float) -> GpuStateFacts | None:
-        """The answer within the deadline, or for how long there has been none; None if there is no GPU."""
-        if not self._question.began_s:
-            return None
-        try:
-            state: GpuStateFacts | None = self._question.answer(deadline_s)
-            return state
-        except UnansweredError:
-            return GpuStateFacts(no_answer_s=round(time.monotonic() - self._question.began_s, 3))
-        except Exception:  # unknown, if the driver does not report it
-            return None

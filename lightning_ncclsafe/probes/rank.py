@@ -28,9 +28,9 @@ from lightning_ncclsafe.facts import (
     RankFacts,
     Straggler,
 )
-from lightning_ncclsafe.probes.gpu import gpu_state
+from lightning_ncclsafe.probes.gpu import GpuWatch, gpu_state
 from lightning_ncclsafe.probes.host.resources import HostProbe, child_processes, look_at, own_memory, signal_name
-from lightning_ncclsafe.probes.machine_state import GpuWatch, MachineProbe
+from lightning_ncclsafe.probes.machine_state import MachineProbe
 from lightning_ncclsafe.probes.network import taken_interface
 from lightning_ncclsafe.probes.process import (
     child_waits,

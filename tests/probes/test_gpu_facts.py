@@ -2,6 +2,8 @@
 
 import os
 import sys
+import threading
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,11 +12,13 @@ from typing import Any
 import psutil
 import pytest
 
-from lightning_ncclsafe.facts import GpuFacts
-from lightning_ncclsafe.probes.gpu import gpu_facts, gpu_state, xids
+from lightning_ncclsafe.facts import GpuFacts, GpuStateFacts
+from lightning_ncclsafe.probes.gpu import GpuWatch, gpu_facts, gpu_state, xids
 
 GB = 10**9
 PEER, HIDDEN = 2**22 + 1, 2**22 + 2
+# Nothing comes near it unless a test makes it.
+AMPLE_S = 20.0
 
 
 class NVMLError(Exception):
@@ -349,3 +353,38 @@ def test_unsupported_gpu_state_is_unknown() -> None:
     assert state is not None and state.gpu is not None
     assert (state.utilization, state.power_w) == (None, None)
     assert gpu_state(0, nvml=Nvml("nvmlInit"), environment={}) is None
+
+
+def test_a_gpu_is_queried_each_time() -> None:
+    states = [GpuStateFacts(power_w=70.0), GpuStateFacts(power_w=80.0)]
+    watch = GpuWatch(lambda: states.pop(0))
+    assert watch.read(AMPLE_S) is None
+    found = []
+    for _ in range(2):
+        watch.begin()
+        found.append(watch.read(AMPLE_S))
+    assert [state.power_w for state in found if state] == [70.0, 80.0]
+
+
+def test_an_unresponsive_driver_is_reported_and_not_queried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    release, asked = threading.Event(), []
+    watch = GpuWatch(lambda: asked.append(1) or (release.wait(AMPLE_S) and None))
+    watch.begin()
+    began_s = watch._question.began_s
+    monkeypatch.setattr(time, "monotonic", lambda: began_s + 4.0)
+    watch.begin()
+    try:
+        assert watch.read(0.0) == GpuStateFacts(no_answer_s=4.0)
+    finally:
+        release.set()
+    assert watch.read(AMPLE_S) is None
+    assert asked == [1]
+
+
+def test_a_failing_driver_gives_no_state() -> None:
+    def fail() -> GpuStateFacts:
+        raise OSError("no driver")
+
+    watch = GpuWatch(fail)
+    watch.begin()
+    assert watch.read(AMPLE_S) is None

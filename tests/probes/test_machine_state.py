@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -16,10 +15,10 @@ import pytest
 from own_threads import join_own_threads
 from polling import until
 
-from lightning_ncclsafe.facts import EndedProcess, GarbageFacts, GpuStateFacts, InterfaceFacts
+from lightning_ncclsafe.facts import EndedProcess, GarbageFacts, InterfaceFacts
 from lightning_ncclsafe.probes.host.cgroups import ControlGroups, Throttling
 from lightning_ncclsafe.probes.host.swap import PressureLook, look_at_pressure, pressure_between
-from lightning_ncclsafe.probes.machine_state import GarbageWatch, GpuWatch, MachineProbe
+from lightning_ncclsafe.probes.machine_state import GarbageWatch, MachineProbe
 from lightning_ncclsafe.probes.process.ended_children import ChildWatch, ended_children
 from lightning_ncclsafe.probes.process.main_thread import ThreadLook, look_at_main_thread
 
@@ -313,38 +312,3 @@ def test_an_unreaped_child_is_listed_once() -> None:
 
 def test_without_a_child_list_there_are_no_ended_children(tmp_path: Path) -> None:
     assert ended_children(tmp_path) == ()
-
-
-def test_a_gpu_is_queried_each_time() -> None:
-    states = [GpuStateFacts(power_w=70.0), GpuStateFacts(power_w=80.0)]
-    watch = GpuWatch(lambda: states.pop(0))
-    assert watch.read(AMPLE_S) is None
-    found = []
-    for _ in range(2):
-        watch.begin()
-        found.append(watch.read(AMPLE_S))
-    assert [state.power_w for state in found if state] == [70.0, 80.0]
-
-
-def test_an_unresponsive_driver_is_reported_and_not_queried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    release, asked = threading.Event(), []
-    watch = GpuWatch(lambda: asked.append(1) or (release.wait(AMPLE_S) and None))
-    watch.begin()
-    began_s = watch._question.began_s
-    monkeypatch.setattr(time, "monotonic", lambda: began_s + 4.0)
-    watch.begin()
-    try:
-        assert watch.read(0.0) == GpuStateFacts(no_answer_s=4.0)
-    finally:
-        release.set()
-    assert watch.read(AMPLE_S) is None
-    assert asked == [1]
-
-
-def test_a_failing_driver_gives_no_state() -> None:
-    def fail() -> GpuStateFacts:
-        raise OSError("no driver")
-
-    watch = GpuWatch(fail)
-    watch.begin()
-    assert watch.read(AMPLE_S) is None

@@ -74,7 +74,7 @@ def look_at(pid: int, *, rank: int = -1, started: float | None = None) -> Proces
             return ProcessFacts(pid=pid, rank=rank, state=GONE)
         with process.oneshot():
             if process.status() == psutil.STATUS_ZOMBIE:
-                return ended_process(pid, _wait_status(pid), rank=rank)
+                return _ended_process(pid, rank)
             times = or_none(process.cpu_times)
             memory = or_none(process.memory_info)
             return ProcessFacts(
@@ -90,14 +90,9 @@ def look_at(pid: int, *, rank: int = -1, started: float | None = None) -> Proces
         return ProcessFacts(pid=pid, rank=rank, state=GONE)
 
 
-def ended_process(pid: int, wait_status: int | None, *, rank: int = -1) -> ProcessFacts:
-    """A process that has ended, and that its parent has not waited for yet.
-
-    Args:
-        wait_status: Its wait status, as from ``os.waitpid``; None if unknown.
-        rank: Its global rank; -1 if it is none.
-    """
-    code = None if wait_status is None else os.waitstatus_to_exitcode(wait_status)
+def _ended_process(pid: int, rank: int) -> ProcessFacts:
+    """A process that has ended, and that its parent has not waited for yet."""
+    code = _exit_code(pid)
     ended_by = signal_name(-code) if code is not None and code < 0 else ""
     exit_code = code if code is not None and code >= 0 else None
     return ProcessFacts(pid=pid, rank=rank, state="zombie", ended_by=ended_by, exit_code=exit_code)
@@ -110,13 +105,14 @@ def signal_name(number: int) -> str:
     return f"signal {number}"
 
 
-def _wait_status(pid: int) -> int | None:
-    """The wait status of a process that has ended; None if the kernel does not show it."""
+def _exit_code(pid: int) -> int | None:
+    """The exit code of a process that has ended, negative for a signal; None if the kernel does not show it."""
     with suppress(OSError, ValueError, IndexError):
         # For other users, it shows 0.
         if Path(f"/proc/{pid}").stat().st_uid == os.geteuid():
             # The state, after the name, which may contain anything, is field 3 of 52; the exit code is the last.
-            return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[49])
+            status = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[49])
+            return os.waitstatus_to_exitcode(status)
     return None
 
 

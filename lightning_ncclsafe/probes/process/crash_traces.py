@@ -12,13 +12,15 @@ import stat
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from lightning_ncclsafe.code.side_thread import NoThreadError, SideThread
 from lightning_ncclsafe.facts import ExceptionFacts, Frame, LastSeen, codec
 from lightning_ncclsafe.probes.process.last_seen import open_last_seen, read_last_seen
 from lightning_ncclsafe.probes.process.stacks import stack_in_collective
 from lightning_ncclsafe.probes.process.traceback_signal import RAISED, armed_in, parse_threads
+
+T = TypeVar("T")
 
 _FATAL = "Fatal Python error: "
 _SIGNALS = {
@@ -96,7 +98,7 @@ class CrashTraces:
                 if held is not None:
                     os.close(held)
 
-    def _hold_stderr(self, pids: Iterable[int]) -> str:
+    def _hold_stderr(self, pids: Iterable[int]) -> None:
         for pid in pids:
             with suppress(OSError):
                 # Opening a pipe or a terminal would take its contents from its reader.
@@ -105,7 +107,6 @@ class CrashTraces:
                     self._stderr[pid] = file, os.fstat(file).st_size
         if self._is_closed:  # meanwhile
             self.close()
-        return ""
 
     def of(self, pid: int) -> CrashTrace:
         """What a dead process left."""
@@ -113,17 +114,17 @@ class CrashTraces:
         with suppress(OSError, KeyError):
             found = parse_crash(_text(self._files[pid], 0, _MOST_BYTES))
         if found.signal in ("", "SIGABRT") and pid in self._stderr:
-            return found._replace(said=self._from_storage(lambda: self._said(pid)))
+            return found._replace(said=self._from_storage(lambda: self._said(pid)) or "")
         return found
 
     def _said(self, pid: int) -> str:
         file, began = self._stderr[pid]
         return why(_text(file, max(began, os.fstat(file).st_size - _TAIL_BYTES), _TAIL_BYTES))
 
-    def _from_storage(self, read: Callable[[], str]) -> str:
+    def _from_storage(self, read: Callable[[], T]) -> T | None:
         with suppress(OSError, KeyError, NoThreadError):
             return self._storage.call(read, _STDERR_S)
-        return ""
+        return None
 
     def raised(self, pid: int) -> ExceptionFacts | None:
         """The uncaught exception of a process that is dead or about to end; None without one."""

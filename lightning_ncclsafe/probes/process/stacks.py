@@ -220,16 +220,12 @@ def _raised_in(error: BaseException) -> tuple[Frame, ...]:
     stack, cause = _traceback_frames(error.__traceback__), error.__cause__
     for _ in range(_MAX_CAUSES):
         below = _traceback_frames(cause.__traceback__) if cause is not None else ()
-        if not below or (stack and stack[-1].user and _caught_in(stack, below[0])):
+        # The traceback of a cause that user code has caught begins in a function of this stack.
+        if not below or (stack and stack[-1].user and _function(below[0]) in map(_function, stack)):
             break
         stack += below if any(frame.user for frame in below) else ()
         cause = cause.__cause__ if cause is not None else None
     return stack
-
-
-def _caught_in(stack: tuple[Frame, ...], outermost: Frame) -> bool:
-    """Whether an exception whose traceback begins in this frame was caught by a function of this stack."""
-    return any((frame.file, frame.function) == (outermost.file, outermost.function) for frame in stack)
 
 
 def drop_passing_frames(error: BaseException) -> None:

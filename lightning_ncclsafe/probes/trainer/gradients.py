@@ -1,5 +1,6 @@
 """Finds parameters that DDP complains about, and the line of user code that skips them or makes them."""
 
+import itertools
 import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -89,14 +90,13 @@ def left_out_at(module: Any, missing: list[str]) -> str:
     depth = len(next(whole, missing[0]).split("."))
     # Outwards to the user code that calls this part; code called there may still skip its components.
     used = next(filter(None, (_use_of(module, parts, level) for level in range(depth - 1, -1, -1))), None)
-    within = (_use_of(module, parts, level) for level in range(depth, len(parts)))
-    ways = [used] if used is not None and used.leads_around else []
-    ways += [] if ways else [inner for inner in within if inner is not None and inner.leads_around]
-    around = ways[0].leads_around if ways else ()
-    is_jump = len(around) == 1 and not ways[0].conditions_around
     if used is not None and used.without_gradients_at:
         return used.without_gradients_at
-    return around[0] if is_jump else used.place if used is not None else ""
+    uses = itertools.chain([used], (_use_of(module, parts, level) for level in range(depth, len(parts))))
+    skipped = next((use for use in uses if use is not None and use.leads_around), None)
+    if skipped is not None and len(skipped.leads_around) == 1 and not skipped.conditions_around:
+        return skipped.leads_around[0]
+    return used.place if used is not None else ""
 
 
 class _Use(NamedTuple):
