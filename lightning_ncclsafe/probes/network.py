@@ -222,11 +222,7 @@ def _names_with_address() -> list[str]:
 
 
 def name_servers_asked(pid: int | None = None) -> tuple[str, ...]:
-    """The name servers that a process waits for: a resolver keeps a socket open until it gets an answer.
-
-    Args:
-        pid: Process id; by default this process.
-    """
+    """The name servers that a process, by default this one, waits for: a resolver keeps a socket open meanwhile."""
     sockets = or_none(lambda: psutil.Process(pid).net_connections("udp")) or []
     # One that is not connected has an empty tuple in place of an address.
     return tuple(sorted({one.raddr.ip for one in sockets if getattr(one.raddr, "port", None) == _DNS_PORT}))

@@ -188,12 +188,7 @@ def _items(dataset: Any, reader: Reader) -> dict[str, str]:
 
 
 def values_digests(datasets: list[Any], content: str) -> dict[str, str]:
-    """One hash by kind, ``"values"``, ``"names"`` or ``"counts"``, of those datasets with accessible values.
-
-    Args:
-        datasets: A dataset and those below it.
-        content: See :func:`~lightning_ncclsafe.probes.data.fingerprints.fingerprints`.
-    """
+    """One hash by kind, ``"values"``, ``"names"`` or ``"counts"``, of those datasets with accessible values."""
     known = [dataset for dataset in datasets if _is_known(dataset)]
     limits = (FULL if content == "full" else SAMPLE).shared(max(1, len(known)))
     hashes: dict[str, list[bytes]] = defaultdict(list)
@@ -204,11 +199,7 @@ def values_digests(datasets: list[Any], content: str) -> dict[str, str]:
 
 
 def all_alike(datasets: list[Any]) -> bool:
-    """Whether, in each dataset with accessible values, all rows are the same.
-
-    Args:
-        datasets: A dataset and those below it.
-    """
+    """Whether, in each dataset with accessible values, all rows are the same."""
     known = [dataset for dataset in datasets if _is_known(dataset)]
     rows = [rows for dataset in known for rows in _parts(dataset)]
     try:

@@ -158,11 +158,7 @@ def _facts(loader: Any, reader: Reader, name: str, limit: int | float | None, co
 
 
 def limited(length: int | None, limit: int | float | None) -> int | None:
-    """Number of batches that Lightning takes from a loader.
-
-    Args:
-        limit: See :func:`loader_facts`.
-    """
+    """Number of batches that Lightning takes from a loader of this length."""
     if length is None or limit is None:
         return length
     return min(length, limit) if isinstance(limit, int) else int(length * limit)

@@ -86,7 +86,6 @@ def _soft_limit(name: str) -> int | None:
 def host_boot_id(boot_id: Path = _BOOT_ID) -> str:
     """An id that is equal for all processes of this host, and only for them: the kernel's boot id, or else its name.
 
-    Args:
-        boot_id: The kernel's file; the same in a container, which has its own host name.
+    A container has the boot id of its host, but a name of its own.
     """
     return file_text(boot_id) or socket.gethostname()

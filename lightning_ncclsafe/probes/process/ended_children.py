@@ -85,7 +85,7 @@ class ChildWatch:
             at_s, child = seen[pid]
             if now_s - at_s <= idle_s + _RECENT_S and child.signal not in _OWN_SIGNALS:
                 found.append(replace(_aged(child, now_s - at_s), is_replaced=True))
-        return tuple(_with_crash(child) for child in found)
+        return tuple(replace(child, stack=child_crashes.crash_of(child.pid, child.signal)) for child in found)
 
     def close(self) -> None:
         """Ends the thread, and closes its files."""
@@ -181,10 +181,6 @@ def _exit_code(process: BaseProcess) -> int | None:
     with suppress(ValueError):
         return process.exitcode
     return 0
-
-
-def _with_crash(child: EndedProcess) -> EndedProcess:
-    return replace(child, stack=child_crashes.crash_of(child.pid, child.signal)) if child.signal else child
 
 
 def _aged(child: EndedProcess, ago_s: float) -> EndedProcess:

@@ -65,12 +65,7 @@ class ThreadLook:
 
 
 def look_at_main_thread(pid: int | None = None, proc: Path = _PROC, *, thread: int | None = None) -> ThreadLook:
-    """One look; takes about 0.1 ms.
-
-    Args:
-        pid: Process id of another process; None for this one.
-        thread: The kernel's number of the thread; None for the main one.
-    """
+    """One look at a process's main thread, by default this one's, or at another thread of it; takes about 0.1 ms."""
     # The main thread has the process's id.
     number = str(os.getpid() if pid is None else pid)
     folder = proc / number / "task" / (number if thread is None else str(thread))
@@ -89,8 +84,7 @@ def look_at_main_thread(pid: int | None = None, proc: Path = _PROC, *, thread: i
 def system_call(pid: int | None = None) -> tuple[int, ...]:
     """The number and the arguments of the system call that the main thread is in; empty if it is in none.
 
-    Args:
-        pid: Process id of another process, which has to be readable as for a debugger; None for this one.
+    That of another process is known only to those who may debug it.
     """
     folder = _PROC / str(pid or "self") / "task" / str(pid or training_thread_number())
     words = file_text(folder / "syscall").split()

@@ -127,11 +127,6 @@ class ActionTracker:
             self._profiler = None
 
 
-def attached_trackers() -> "list[ActionTracker]":
-    """The trackers that listen to a Trainer now; they ignore actions on threads other than their own."""
-    return list(_attached)
-
-
 def _is_in(known: Code, function: Any) -> bool:
     code = getattr(unwrap(function), "__code__", None)
     return code is not None and known.has(code.co_filename, code.co_name)
@@ -215,6 +210,7 @@ def pause(reason: str = "") -> Iterator[None]:
                 breakpoint()
     """
     with ExitStack() as stack:
-        for tracker in attached_trackers():
+        # They ignore actions on threads other than their own.
+        for tracker in [*_attached]:
             stack.enter_context(tracker.action(f"{PAUSE}{reason}"))
         yield

@@ -34,11 +34,7 @@ def named_by_ddp(error: str, trained: Sequence[str]) -> list[str]:
 
 
 def of_other_size(error: str, module: Any) -> str:
-    """The parameter that has another size on this rank than on rank 0, according to an error of DDP; else empty.
-
-    Args:
-        module: The module that DDP was to wrap.
-    """
+    """The parameter of a module that has another size than on rank 0, according to an error of DDP; else empty."""
     named = _OTHER_SIZE.search(error)
     names = trained_parameters(module) if named is not None and module is not None else []
     return names[int(named[1])] if named is not None and int(named[1]) < len(names) else ""

@@ -116,7 +116,9 @@ class StepRecord:
         That shows only where nothing has a gradient: with ``zero_grad(set_to_none=True)`` before, which is the default,
         and without accumulated gradients.
         """
-        if self._has_own_backward and self._is_first_pass and _has_no_gradient(self._trainer.lightning_module):
+        if not (self._has_own_backward and self._is_first_pass):
+            return
+        if all(parameter.grad is None for parameter in self._trainer.lightning_module.parameters()):
             self._last -= 1
             self._with_backward -= 1
             self._passes.take_back()
@@ -210,10 +212,6 @@ class StepRecord:
 def _has_own_backward(module: Any) -> bool:
     code = getattr(getattr(type(module), "backward", None), "__code__", None)
     return code is not None and is_user_code(code.co_filename)
-
-
-def _has_no_gradient(module: Any) -> bool:
-    return all(parameter.grad is None for parameter in module.parameters())
 
 
 def _returns_nothing(module: Any) -> tuple[str, ...]:
