@@ -10,7 +10,7 @@ from typing import Any
 
 from lightning_ncclsafe.code.libraries import TRAINING_LOOPS
 from lightning_ncclsafe.probes.process.stacks import is_user_code
-from lightning_ncclsafe.probes.trainer.source_lines import MOST_LINES, HookSource
+from lightning_ncclsafe.probes.trainer.source_lines import MOST_LINES, HookSource, first_places
 
 MOST_RUNS = 64
 """The most runs that are kept."""
@@ -25,6 +25,8 @@ Batch = tuple[int, int]
 """Epoch and index of a batch; -1 where they are not known."""
 Call = tuple[tuple[CodeType, int], ...]
 """Where something was called: the user's functions with their lines, the innermost first."""
+# Epoch and index of its first batch, and the counts of each of its batches.
+_Run = tuple[int, ...]
 
 
 class BatchPasses:
@@ -36,15 +38,14 @@ class BatchPasses:
         # Backward passes, those of them that reduced nothing, and steps by optimizer.
         self._counts: list[int] = [0, 0]
         self._calls: list[Call] = []
-        self._runs: deque[tuple[int, ...]] = deque(maxlen=MOST_RUNS)
-        self._calls_of_runs: deque[tuple[Call, ...]] = deque(maxlen=MOST_RUNS)
+        # Each with the calls of its first batch.
+        self._runs: deque[tuple[_Run, tuple[Call, ...]]] = deque(maxlen=MOST_RUNS)
 
     def begin_batch(self, batch: Batch) -> None:
         """Called when the first pass of a batch is about to begin: the batch before is over."""
         if self._counts[0] and self._batch[1] >= 0:
             if self._is_unlike(self._runs):
-                self._runs.append(self._run())
-                self._calls_of_runs.append(tuple(self._calls))
+                self._runs.append((self._run(), tuple(self._calls)))
             self._last_counted = self._batch
         self._counts, self._calls = [0, 0], []
         self._batch = batch
@@ -78,39 +79,35 @@ class BatchPasses:
         Args:
             is_over: Whether the newest batch is over; what it will have is not known before.
         """
-        runs, calls, counted = [*self._runs], [*self._calls_of_runs], self._last_counted
+        runs, counted = [*self._runs], self._last_counted
         has_begun = any(self._counts)
         if has_begun and is_over:
             counted = self._batch
             if self._is_unlike(runs):
-                runs.append(self._run())
-                calls.append(tuple(self._calls))
+                runs.append((self._run(), tuple(self._calls)))
         is_under_way = has_begun and self._batch != counted
-        if is_under_way:
-            calls.append(tuple(self._calls))
+        calls = [calls for _, calls in runs] + [tuple(self._calls)] * is_under_way
         calls = [*itertools.repeat((), len(calls[:-MOST_BATCHES_WITH_CALLS])), *calls[-MOST_BATCHES_WITH_CALLS:]]
         newest_first = (call for call in itertools.chain(*reversed(calls)) if call)
         newest = [*dict.fromkeys(itertools.islice(newest_first, MOST_BATCHES_WITH_CALLS))]
         return {
-            "passes": tuple(runs),
+            "passes": tuple(run for run, _ in runs),
             "passes_epoch": counted[0],
             "passes_batch": counted[1],
             "under_way": self._run() if is_under_way else (),
             "passes_from": tuple(tuple(map(_place, batch)) for batch in calls) if any(calls) else (),
             "led_around": {_place(call): _led_around(call, HookSource.leads_around) for call in newest},
-            "conditions_around": tuple(
-                dict.fromkeys(place for call in newest for place in _led_around(call, HookSource.conditions_around))
-            )[:MOST_LINES],
-            "skips_steps": tuple(dict.fromkeys(place for call in newest for place in _led_around_steps(call)))[
-                :MOST_LINES
-            ],
+            "conditions_around": first_places(
+                place for call in newest for place in _led_around(call, HookSource.conditions_around)
+            ),
+            "skips_steps": first_places(place for call in newest for place in _led_around_steps(call)),
         }
 
-    def _run(self) -> tuple[int, ...]:
+    def _run(self) -> _Run:
         return *self._batch, *_without_zeros(self._counts)
 
     def _is_unlike(self, runs: Any) -> bool:
-        return not runs or runs[-1][2:] != _without_zeros(self._counts)
+        return not runs or runs[-1][0][2:] != _without_zeros(self._counts)
 
     def _called_from(self) -> Call:
         """The user's calling functions, up to Lightning's loop."""

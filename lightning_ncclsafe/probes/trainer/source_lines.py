@@ -205,8 +205,12 @@ def sources_in(owners: Iterable[Any]) -> Iterator[HookSource]:
 
 def lines_in(owners: Iterable[Any], asked: Callable[[HookSource], tuple[str, ...]]) -> tuple[str, ...]:
     """Lines in the user's functions of these objects, the first few."""
-    found = dict.fromkeys(line for source in sources_in(owners) for line in asked(source))
-    return tuple(itertools.islice(found, MOST_LINES))
+    return first_places(line for source in sources_in(owners) for line in asked(source))
+
+
+def first_places(places: Iterable[str]) -> tuple[str, ...]:
+    """The first few of these places, each once."""
+    return tuple(itertools.islice(dict.fromkeys(places), MOST_LINES))
 
 
 def lines_that_set(attributes: Iterable[str], file: str) -> tuple[str, ...]:
