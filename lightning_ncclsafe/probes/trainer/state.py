@@ -117,19 +117,18 @@ class TrainerProbe:
 
     def loaders(self) -> tuple[LoaderFacts, ...]:
         """The dataloaders of the current loop."""
-        combined = getattr(self._loop(), "_combined_loader", None)
-        flattened: Iterable[Any] = getattr(combined, "flattened", ())
-        batches = self._batch_counts()
-        return tuple(_loader_facts(loader, count) for loader, count in zip(flattened, batches, strict=False))
+        loop = self._loop()
+        counts = getattr(loop, "max_batches", None)
+        # The fit loop has one count for its combined loader, the others one count per loader.
+        each = counts if isinstance(counts, list) else itertools.repeat(counts)
+        return tuple(_loader_facts(loader, count) for loader, count in zip(_loaders_of(loop), each, strict=False))
 
     def facts(self) -> TrainerFacts | None:
         """Its settings, and how its training loop ended; None if it does not ``fit``."""
         trainer = self._trainer
         if getattr(getattr(trainer, "state", None), "fn", None) != "fit":
             return None
-        batches, count = trainer.fit_loop.epoch_loop.batch_progress, None
-        with suppress(TypeError, ValueError, OverflowError):
-            count = int(trainer.fit_loop.max_batches)
+        batches, count = trainer.fit_loop.epoch_loop.batch_progress, _number_of(trainer.fit_loop.max_batches)
         begun = 0 if self._is_between_epochs() else batches.current.ready
         end, now = _loop_end(trainer, count), self._read_settings() if self._settings else {}
         resumed = getattr(trainer, "ckpt_path", None)
@@ -150,8 +149,7 @@ class TrainerProbe:
 
     def validation_loaders(self) -> list[Any]:
         """The dataloaders of fit's validation, if they exist already."""
-        combined = getattr(self._trainer.fit_loop.epoch_loop.val_loop, "_combined_loader", None)
-        return list(getattr(combined, "flattened", ()))
+        return _loaders_of(self._trainer.fit_loop.epoch_loop.val_loop)
 
     def directories(self) -> dict[str, str]:
         """The directories of logs and checkpoints, by purpose: ``"logs"``, ``"checkpoints"``."""
@@ -193,13 +191,16 @@ class TrainerProbe:
 
         By processed epochs: Lightning counts the completed ones, ``current_epoch``, only after the hooks of their end.
         """
-        progress = getattr(getattr(self._trainer, "fit_loop", None), "epoch_progress", None)
+        progress = self._epoch_progress()
         return 0 if progress is None else progress.current.processed - (self._epochs() - self._epochs_before)
 
     def _epochs(self) -> int:
         """The number of processed training epochs, whatever the current epoch's number is."""
-        progress = getattr(getattr(self._trainer, "fit_loop", None), "epoch_progress", None)
+        progress = self._epoch_progress()
         return 0 if progress is None else progress.total.processed
+
+    def _epoch_progress(self) -> Any:
+        return getattr(getattr(self._trainer, "fit_loop", None), "epoch_progress", None)
 
     def _validation_s(self) -> float | None:
         """Lightning's own name: there is no other for a ``val_check_interval`` that is a time (from 2.6 on)."""
@@ -249,11 +250,6 @@ class TrainerProbe:
         loop = self._loop()
         return getattr(getattr(loop, "epoch_loop", loop), "batch_progress", None)
 
-    def _batch_counts(self) -> Iterable[float | None]:
-        counts = getattr(self._loop(), "max_batches", None)
-        # The fit loop has one count for its combined loader, the others one count per loader.
-        return counts if isinstance(counts, list) else itertools.repeat(counts)
-
 
 def _loop_end(trainer: Any, count: int | None) -> LoopEnd:
     batches = trainer.fit_loop.epoch_loop.batch_progress
@@ -298,13 +294,21 @@ def _is_saving(actions: tuple[Action, ...]) -> bool:
     return any(action.name.startswith("save_checkpoint") for action in actions)
 
 
-def _loader_facts(loader: Any, batches: float | None) -> LoaderFacts:
-    count = None
+def _loaders_of(loop: Any) -> list[Any]:
+    return list(getattr(getattr(loop, "_combined_loader", None), "flattened", ()))
+
+
+def _number_of(batches: Any) -> int | None:
+    """Lightning's number of batches; None if it is not known or infinite."""
     with suppress(TypeError, ValueError, OverflowError):
-        count = int(batches) if batches is not None else None
+        return int(batches)
+    return None
+
+
+def _loader_facts(loader: Any, batches: Any) -> LoaderFacts:
     return LoaderFacts(
         dataset=type(getattr(loader, "dataset", loader)).__name__,
         num_workers=int(getattr(loader, "num_workers", 0)),
         prefetch_factor=getattr(loader, "prefetch_factor", None),
-        batches=count,
+        batches=_number_of(batches),
     )
