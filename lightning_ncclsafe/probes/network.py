@@ -30,7 +30,6 @@ class Interface:
     """One network interface that is up.
 
     Attributes:
-        name: Its name.
         addresses: Its IPv4 addresses, then its IPv6 ones.
         speed_mbit: Its speed, Mbit/s; 0 if unknown.
     """

@@ -61,10 +61,6 @@ class _Scope(NamedTuple):
     """A function, or a whole file.
 
     Attributes:
-        file: Path of the file.
-        name: Its name.
-        body: Its statements.
-        parameters: The names of its parameters.
         around: The functions that it is in, from inside out.
         owner: The class of the object whose method it is; None if it is no method, or that is not known.
     """
@@ -82,8 +78,6 @@ class _Given(NamedTuple):
 
     Attributes:
         value: The expression; None if the source does not show it, as for what an import gives.
-        scope: The function.
-        line: The line of its statement.
         is_part: Whether it is a part of what the expression makes, or that is a part of it.
         is_conditional: Whether the statement is in another one: a branch, a loop.
     """

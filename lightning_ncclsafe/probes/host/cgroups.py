@@ -19,7 +19,6 @@ class ControlGroup:
     """One control group.
 
     Attributes:
-        folder: The folder of its files.
         path: Its path as this process sees it, ``"/jobs/run-7"``. If that starts at the root of a container, the inode
             of this root is added (``"/jobs/run-7@4711"``): other containers have groups with the same path.
     """
@@ -50,7 +49,6 @@ class MemoryLimit:
     """Memory that a control group allows.
 
     Attributes:
-        group: Path of the group.
         limit_bytes: Its limit, which may be ``memory.high``: above that, the kernel throttles its processes heavily.
         used_bytes: Its use, without page cache that the kernel can reclaim at once; None if not reported.
     """

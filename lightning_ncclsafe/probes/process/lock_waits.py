@@ -39,11 +39,8 @@ class _Lock:
 
     Attributes:
         number: The lock's number in the kernel's list, which a wait for it shares.
-        kind: ``"FLOCK"``, ``"POSIX"`` or ``"OFDLCK"``.
-        is_awaited: Whether the process waits for it.
         is_exclusive: Whether it also excludes readers.
         pid: Process id; not above 0 for a process in another container or on another host.
-        file: The file.
     """
 
     number: str

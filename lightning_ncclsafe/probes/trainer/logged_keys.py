@@ -16,7 +16,7 @@ _OTHER_STAGES = ("test", "predict")
 _LOOPS = ("fit_loop.epoch_loop", "fit_loop.epoch_loop.val_loop", "validate_loop", "test_loop")
 
 
-def logged_keys(trainer: Any, module: Any) -> Iterator[LoggedKey]:
+def logged(trainer: Any, module: Any) -> Iterator[LoggedKey]:
     """Keys that all ranks reduce together, with the line that logs each."""
     for metric in itertools.islice(filter(_is_reduced, _results(trainer)), _MOST_KEYS):
         meta = metric.meta
@@ -27,7 +27,7 @@ def logged_keys(trainer: Any, module: Any) -> Iterator[LoggedKey]:
         yield LoggedKey(name=name, hook=hook, place=source.place(line), rank_condition=condition, states=states)
 
 
-def unlogged_keys(trainer: Any, module: Any) -> Iterator[LoggedKey]:
+def unlogged(trainer: Any, module: Any) -> Iterator[LoggedKey]:
     """Keys that the user's functions log with ``sync_dist=True``, but have not logged so far on this rank.
 
     Those of a test or a prediction count only while there is one.
@@ -80,7 +80,7 @@ def _call_that_logs(name: str, trainer: Any, module: Any, hook: str) -> tuple[Ho
     return hooks[0], 0
 
 
-def monitored_keys(trainer: Any, module: Any) -> Iterator[LoggedKey]:
+def monitored(trainer: Any, module: Any) -> Iterator[LoggedKey]:
     """Keys that callbacks monitor; a key that is logged per step and per epoch has two more names."""
     monitors = {getattr(callback, "monitor", None) for callback in trainer_callbacks(trainer)} - {None}
     for metric in _results(trainer) if monitors else ():
@@ -90,7 +90,7 @@ def monitored_keys(trainer: Any, module: Any) -> Iterator[LoggedKey]:
             yield LoggedKey(name=name, hook=str(metric.meta.fx), place=source.place(line))
 
 
-def unmonitored_keys(trainer: Any, module: Any) -> Iterator[LoggedKey]:
+def unmonitored(trainer: Any, module: Any) -> Iterator[LoggedKey]:
     """Keys that callbacks monitor and that the user's source logs, but has not logged so far on this rank."""
     known = {f"{metric.meta.name}{when}" for metric in _results(trainer) for when in ("", "_step", "_epoch")}
     monitors = dict.fromkeys(getattr(callback, "monitor", None) for callback in trainer_callbacks(trainer))

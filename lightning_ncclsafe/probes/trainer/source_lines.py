@@ -28,10 +28,6 @@ class HookSource:
 
     Args:
         hook: The method, or the code of a function. Its source file is read, so not on the training's thread.
-
-    Attributes:
-        file: Path of the source file.
-        name: Name of the function.
     """
 
     def __init__(self, hook: Callable[..., Any] | CodeType | None) -> None:

@@ -20,24 +20,7 @@ from lightning_ncclsafe.probes.process.stacks import (
     main_thread_frames,
     main_thread_stack,
 )
-from lightning_ncclsafe.probes.trainer.gradients import (
-    is_from_nothing,
-    left_out_at,
-    made_at,
-    named_by_ddp,
-    of_other_size,
-    trained_parameters,
-    without_gradient,
-)
-from lightning_ncclsafe.probes.trainer.logged_keys import (
-    logged_keys,
-    metrics,
-    monitored_keys,
-    reduced_key,
-    trainer_callbacks,
-    unlogged_keys,
-    unmonitored_keys,
-)
+from lightning_ncclsafe.probes.trainer import gradients, logged_keys
 from lightning_ncclsafe.probes.trainer.passes import Batch, BatchPasses
 from lightning_ncclsafe.probes.trainer.source_lines import MOST_LINES, HookSource, lines_in, source_of, sources_of
 
@@ -86,7 +69,7 @@ class StepRecord:
             self._last, self._total = total.ready, total
         with suppress(AttributeError):
             ignored = getattr(getattr(self._trainer, "model", None), "parameters_to_ignore", ())
-            trained = trained_parameters(self._trainer.lightning_module)
+            trained = gradients.trained_parameters(self._trainer.lightning_module)
             self._trained = tuple(name for name in trained if name not in ignored)
 
     def backward(self, loss: Any = None, *, is_reduced: bool = True) -> None:
@@ -106,7 +89,7 @@ class StepRecord:
                 self._last_skipped = _before(self._trainer)
             self._last = ready
         module = getattr(self._trainer, "lightning_module", None)
-        self._without_graph += is_from_nothing(loss, module)
+        self._without_graph += gradients.is_from_nothing(loss, module)
         is_manual = not getattr(module, "automatic_optimization", True)
         self._passes.backward(is_reduced=is_reduced, is_manual=is_manual)
 
@@ -156,11 +139,11 @@ class StepRecord:
         passes = self._passes.facts(is_over=is_over)
         runs = passes["passes"]
         module = getattr(self._trainer, "lightning_module", None)
-        missing = named_by_ddp(error, self._trained) or without_gradient(module)
-        differing = of_other_size(error, module)
+        missing = gradients.named_by_ddp(error, self._trained) or gradients.without_gradient(module)
+        differing = gradients.of_other_size(error, module)
         frozen = self._frozen(module)
         makes_group = any(True for _ in main_thread_frames(GROUP_CREATION))
-        users = [module, *trainer_callbacks(self._trainer)]
+        users = [module, *logged_keys.trainer_callbacks(self._trainer)]
         step = source_of(module, "training_step")
         return StepFacts(
             **passes,
@@ -175,17 +158,17 @@ class StepRecord:
             leaves_at=lines_in([module], HookSource.makes_leaves) if self._without_graph else (),
             without_gradient=tuple(missing[:_MOST_NAMES]),
             without_gradient_count=len(missing),
-            unused_at=left_out_at(module, missing) if missing else "",
+            unused_at=gradients.left_out_at(module, missing) if missing else "",
             other_size=differing,
-            other_size_at=made_at(module, differing) if differing else "",
+            other_size_at=gradients.made_at(module, differing) if differing else "",
             frozen=tuple(frozen[:_MOST_NAMES]),
             frozen_at=lines_in(users, HookSource.freezes) if frozen else (),
-            logged=tuple(logged_keys(self._trainer, module)),
-            unlogged=tuple(itertools.islice(unlogged_keys(self._trainer, module), MOST_LINES)),
-            monitored=tuple(monitored_keys(self._trainer, module)),
-            unmonitored=tuple(unmonitored_keys(self._trainer, module)),
-            metrics=tuple(itertools.islice(metrics(module), _MOST_METRICS)),
-            reducing=reduced_key(),
+            logged=tuple(logged_keys.logged(self._trainer, module)),
+            unlogged=tuple(itertools.islice(logged_keys.unlogged(self._trainer, module), MOST_LINES)),
+            monitored=tuple(logged_keys.monitored(self._trainer, module)),
+            unmonitored=tuple(logged_keys.unmonitored(self._trainer, module)),
+            metrics=tuple(itertools.islice(logged_keys.metrics(module), _MOST_METRICS)),
+            reducing=logged_keys.reduced_key(),
             peer=_peer(),
             root=_root(),
             groups_made=process_groups.groups_made(),
@@ -205,7 +188,7 @@ class StepRecord:
     def _frozen(self, module: Any) -> list[str]:
         if not self._trained or module is None:
             return []
-        trained = {*trained_parameters(module)}
+        trained = {*gradients.trained_parameters(module)}
         return [name for name in self._trained if name not in trained]
 
 
