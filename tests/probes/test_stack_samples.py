@@ -67,4 +67,13 @@ def test_a_rank_that_waits_is_where_it_is(samples: StackSamples, sample: Sample)
 
 def test_recursion_does_not_fill_the_memory(samples: StackSamples, sample: Sample) -> None:
     sample(*(at(12, *[OUTER] * depth) for depth in range(200)))
-    assert len(samples._latest) < 100
+    assert len(samples._since[1]) < 100
+
+
+def test_progress_noted_while_samples_are_compared_does_no_harm(
+    samples: StackSamples, sample: Sample, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The watchdog notes; the main thread may look as it leaves."""
+    sample(at(12), at(12), at(12), at(12))
+    monkeypatch.setattr(stack_samples, "is_in_wait", lambda _: samples.note(2))
+    assert samples.usual(at(13), 1) == at(12)

@@ -1,6 +1,5 @@
 """Samples of the stack of a training thread that makes no progress: they show which line of a loop takes longest."""
 
-from collections import Counter
 from collections.abc import Hashable
 
 from lightning_ncclsafe.facts import Frame
@@ -11,39 +10,41 @@ from lightning_ncclsafe.rules.kit.landmarks import is_in_wait
 _MOST_PATHS = 64
 
 _Path = tuple[tuple[str, str, int], ...]
+_Samples = tuple[int, tuple[Frame, ...]]
+_NONE: _Samples = (0, ())
 
 
 class StackSamples:
     """Stacks since the last progress; one from before says nothing about what the thread does now."""
 
     def __init__(self) -> None:
-        self._position: Hashable = None
-        self._counts: Counter[_Path] = Counter()
-        self._latest: dict[_Path, tuple[Frame, ...]] = {}
+        # With the position, the number of samples and the latest stack of each path: in one attribute, so that a reader
+        # on another thread sees samples of one position.
+        self._since: tuple[Hashable, dict[_Path, _Samples]] = (None, {})
 
     def note(self, position: Hashable) -> None:
-        """Takes a sample, or forgets all if the rank has made progress."""
-        if position != self._position:
-            self._position, self._counts, self._latest = position, Counter(), {}
+        """Takes a sample, or forgets all if the rank has made progress, and so is at another position."""
+        since, samples = self._since
+        if position != since:
+            self._since = position, {}
             return
         stack = main_thread_stack()
         path = _path(stack)
-        if path in self._counts or len(self._counts) < _MOST_PATHS:
-            self._latest[path] = stack
-            self._counts[path] += 1
+        if path in samples or len(samples) < _MOST_PATHS:
+            samples[path] = samples.get(path, _NONE)[0] + 1, stack
 
     def usual(self, stack: tuple[Frame, ...], position: Hashable) -> tuple[Frame, ...]:
         """The stack at the line of the same functions at which the thread was at least twice as often as where it is.
 
         The present stack if there is none, if it waits for other ranks, or if there was progress since the last sample.
         """
-        now, counts = _path(stack), self._counts
-        if position != self._position or is_in_wait(stack):
+        now, (since, samples) = _path(stack), self._since
+        if position != since or is_in_wait(stack):
             return stack
-        alike = [path for path in list(counts) if _functions(path) == _functions(now)]
-        most = max(alike, key=lambda path: counts[path], default=now)
+        alike = [sample for path, sample in [*samples.items()] if _functions(path) == _functions(now)]
+        count, most = max(alike, key=lambda sample: sample[0], default=(0, stack))
         # The present stack is a sample, too.
-        return self._latest[most] if counts[most] >= 2 * (counts[now] + 1) else stack
+        return most if count >= 2 * (samples.get(now, _NONE)[0] + 1) else stack
 
 
 def _path(stack: tuple[Frame, ...]) -> _Path:
