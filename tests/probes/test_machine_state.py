@@ -310,5 +310,25 @@ def test_an_unreaped_child_is_listed_once() -> None:
         watch.close()
 
 
+def test_a_forked_child_does_not_watch_its_children_for_its_parent() -> None:
+    """They share what the parent's watch waits on."""
+    watch, child, (told, tell) = ChildWatch(), subprocess.Popen(["sleep", "60"]), os.pipe()
+    watch.note()
+    if not (forked := os.fork()):
+        if os.fork():
+            os.read(told, 1)
+        os._exit(0)
+    try:
+        child.kill()
+        until(lambda: any(seen.pid == child.pid and seen.ago_s is not None for seen in watch.read(0.0)))
+    finally:
+        os.write(tell, b"x")
+        os.waitpid(forked, 0)
+        child.wait()
+        watch.close()
+        os.close(told)
+        os.close(tell)
+
+
 def test_without_a_child_list_there_are_no_ended_children(tmp_path: Path) -> None:
     assert ended_children(tmp_path) == ()

@@ -172,8 +172,9 @@ def _look_after_fork() -> None:
         watch.forked()
 
 
-# Not those that are started without os.fork(), as subprocess does; these are found within a second.
-os.register_at_fork(after_in_parent=_look_after_fork)
+# Not those that are started without os.fork(), as subprocess does; these are found within a second. A fork has none of
+# the threads that look, and would register its own children where its parent's thread waits.
+os.register_at_fork(after_in_parent=_look_after_fork, after_in_child=_watches.clear)
 
 
 def _exit_code(process: BaseProcess) -> int | None:
