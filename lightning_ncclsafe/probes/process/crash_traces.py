@@ -135,7 +135,8 @@ class CrashTraces:
 
     def last_seen(self, pid: int) -> LastSeen | None:
         """Where a dead process was shortly before it ended; None if that is unknown."""
-        return read_last_seen(self._places[pid]) if pid in self._places else None
+        place = self._places.get(pid)
+        return read_last_seen(place) if place is not None else None
 
     def close(self) -> None:
         """Closes the files."""
