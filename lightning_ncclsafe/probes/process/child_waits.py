@@ -1,6 +1,5 @@
 """The child process that this process's main thread waits for, and what that child does."""
 
-import platform
 import time
 from collections.abc import Iterator
 from itertools import chain, islice
@@ -14,8 +13,6 @@ from lightning_ncclsafe.probes.process.lock_waits import command_words
 from lightning_ncclsafe.probes.process.main_thread import look_at_main_thread, system_call
 from lightning_ncclsafe.probes.process.stacks import main_thread_frames
 
-# Number of the system call of waitpid().
-_WAIT4 = {"x86_64": 61, "aarch64": 260}
 _SIGN = 1 << 31
 _MOST = 4
 
@@ -40,9 +37,9 @@ def _with_descendants(pid: int) -> tuple[ChildProcess, ...]:
 
 def _pid_of_wait(of: int | None = None) -> int:
     """The process in a call of waitpid(), also one of os.system() or Process.join(); 0 if it waits for any, or none."""
-    call, pid, *_ = (*system_call(of), -1, 0)
+    call, arguments = system_call(of)
     # The kernel shows registers: a negative number, which means several processes, appears as a large one.
-    return pid if call == _WAIT4.get(platform.machine()) and 0 < pid < _SIGN else 0
+    return arguments[0] if call == "wait4" and 0 < arguments[0] < _SIGN else 0
 
 
 def _pids_of_subprocess() -> Iterator[int]:

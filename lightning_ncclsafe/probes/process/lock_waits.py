@@ -1,7 +1,6 @@
 """File locks: the one that this process's main thread waits for, who holds it, and those that this process holds."""
 
 import os
-import platform
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -20,11 +19,6 @@ from lightning_ncclsafe.probes.process.stacks import main_thread_frames
 
 _PROC = Path("/proc")
 _LOCKS = ("FLOCK", "POSIX", "OFDLCK")
-# Numbers of system calls: those that wait for a lock, and those that sleep.
-_FLOCK = {"x86_64": 73, "aarch64": 32}
-_FCNTL = {"x86_64": 72, "aarch64": 25}
-_SLEEPS = {"x86_64": (35, 230), "aarch64": (101, 115)}
-_SELECTS = {"x86_64": (23, 270), "aarch64": (72,)}
 _WAITING_COMMANDS = (7, 38)  # F_SETLKW and F_OFD_SETLKW
 _MOST_HOLDERS = 8
 _MOST_WORDS, _MOST_CHARACTERS = 4, 60
@@ -56,13 +50,12 @@ def waited_for() -> FileLockFacts | None:
     owner = _library_lock()
     if owner is not None:
         return owner
-    call, *arguments = system_call() or (-1,)
-    machine = platform.machine()
-    if call == _FLOCK.get(machine):
+    call, arguments = system_call()
+    if call == "flock":
         return _in_call(arguments[0], ("FLOCK",))
-    if call == _FCNTL.get(machine) and arguments[1] in _WAITING_COMMANDS:
+    if call == "fcntl" and arguments[1] in _WAITING_COMMANDS:
         return _in_call(arguments[0], ("POSIX", "OFDLCK"))
-    sleeps = call in _SLEEPS.get(machine, ()) or (call in _SELECTS.get(machine, ()) and arguments[0] == 0)
+    sleeps = call == "sleep" or (call == "select" and arguments[0] == 0)
     return _retried() if sleeps else None
 
 

@@ -1,6 +1,7 @@
 """The kernel's counters of a process's main thread: its time on a core, and its waits for a core and for storage."""
 
 import os
+import platform
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,11 @@ _STATES = {
     "Z": "zombie",
     "I": "idle",
     "P": "parked",
+}
+# Numbers of system calls, those of one kind under one name: nanosleep and clock_nanosleep, select and pselect6.
+_CALLS = {
+    "x86_64": {61: "wait4", 72: "fcntl", 73: "flock", 23: "select", 270: "select", 35: "sleep", 230: "sleep"},
+    "aarch64": {260: "wait4", 25: "fcntl", 32: "flock", 72: "select", 101: "sleep", 115: "sleep"},
 }
 # Fields of /proc/PID/stat after the name in brackets, which may contain anything.
 _STATE_FIELD, _MAJOR_FAULTS_FIELD, _STARTED_FIELD, _CORE_FIELD = 0, 9, 19, 36
@@ -81,15 +87,18 @@ def look_at_main_thread(pid: int | None = None, proc: Path = _PROC, *, thread: i
     )
 
 
-def system_call(pid: int | None = None) -> tuple[int, ...]:
-    """The number and the arguments of the system call that the main thread is in; empty if it is in none.
+def system_call(pid: int | None = None) -> tuple[str, tuple[int, ...]]:
+    """The system call that the main thread is in, with its arguments; empty if it is in none that is known here.
 
-    That of another process is known only to those who may debug it.
+    One of ``"wait4"``, ``"fcntl"``, ``"flock"``, ``"select"`` and ``"sleep"``. That of another process is known only
+    to those who may debug it.
     """
     folder = _PROC / str(pid or "self") / "task" / str(pid or training_thread_number())
     words = file_text(folder / "syscall").split()
     # "running" has no number.
-    return or_none(lambda: (int(words[0]), *(int(word, 16) for word in words[1:]))) or () if len(words) > 6 else ()
+    number = or_none(lambda: int(words[0])) if len(words) > 6 else None
+    name = _CALLS.get(platform.machine(), {}).get(number, "") if number is not None else ""
+    return (name, tuple(int(word, 16) for word in words[1:])) if name else ("", ())
 
 
 def slept_s(pid: int, proc: Path = _PROC) -> float | None:
