@@ -21,7 +21,7 @@ def or_none(read: Callable[[], T]) -> T | None:
 
 
 def grown(now: N | None, before: N | None) -> N | None:
-    """By how much a counter has grown, in seconds to the millisecond; None if either value is unknown."""
+    """By how much a counter has grown, to three decimals; None if either value is unknown."""
     return None if now is None or before is None else round(now - before, 3)
 
 

@@ -43,7 +43,12 @@ from lightning_ncclsafe.probes.process import (
 from lightning_ncclsafe.probes.process.caught import CaughtExceptions
 from lightning_ncclsafe.probes.process.crash_traces import CrashTraces
 from lightning_ncclsafe.probes.process.flight_recorder import FlightRecorder
-from lightning_ncclsafe.probes.process.growth import LEAST_S, MemoryGrowth, with_core_shares
+from lightning_ncclsafe.probes.process.growth import (
+    LEAST_S,
+    MemoryGrowth,
+    needs_second_look,
+    with_core_shares,
+)
 from lightning_ncclsafe.probes.process.last_seen import LastSeenFile
 from lightning_ncclsafe.probes.process.main_thread import look_at_main_thread, thread_ran_s, waits_for_gil
 from lightning_ncclsafe.probes.process.stack_samples import StackSamples
@@ -348,7 +353,7 @@ class RankProbe:
         peers, began_s = list(silent), time.monotonic()
         turns = [look_at_main_thread(peer.pid) for peer in peers]
         seen = self._witness(peers)
-        unknown = [facts for facts in seen if facts.rss_bytes is not None and _is_unexplained(facts)]
+        unknown = [facts for facts in seen if facts.rss_bytes is not None and needs_second_look(facts)]
         if unknown:
             time.sleep(LEAST_S + _SLACK_S)  # since the last of them was seen: on a busy host, looking takes time
         again = [
@@ -441,11 +446,6 @@ class RankProbe:
             answered, ran_s = len(parts), thread_ran_s(at_work[0]) if at_work else 0.0
             # A thread that has not begun yet waits for a core.
             goes_on = not at_work or answered > before or ran_s >= ran_before_s + _RUNS_S
-
-
-def _is_unexplained(seen: ProcessFacts) -> bool:
-    """Whether only a second look can show why a process does not answer."""
-    return seen.memory_growth_bytes_per_s is None or (seen.state in ANSWERING and bool(seen.stack))
 
 
 def _sourced(error: ExceptionFacts | None) -> ExceptionFacts | None:

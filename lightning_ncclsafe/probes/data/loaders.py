@@ -132,7 +132,7 @@ def _facts(loader: Any, reader: Reader, name: str, limit: int | float | None, co
     prints = fingerprints(dataset, content=content, batches=listed, items=not iterable)
     num_workers = reader.whole_number(loader, "num_workers", "loader") or 0
     # That of a subclass may do anything.
-    is_torchs = getattr(type(loader), "__iter__", None) is DataLoader.__iter__
+    has_torchs_iter = getattr(type(loader), "__iter__", None) is DataLoader.__iter__
     return LoaderFacts(
         name=name,
         loader=class_name(loader),
@@ -141,7 +141,7 @@ def _facts(loader: Any, reader: Reader, name: str, limit: int | float | None, co
         iterable=iterable,
         num_workers=num_workers,
         # Samples of a map-style dataset are picked in this process.
-        made_by_workers=num_workers > 0 and is_iterable(own) and is_torchs,
+        made_by_workers=num_workers > 0 and is_iterable(own) and has_torchs_iter,
         prefetch_factor=reader.whole_number(loader, "prefetch_factor", "loader"),
         length=length,
         no_length_at="" if length is not None else reader.no_length_at,

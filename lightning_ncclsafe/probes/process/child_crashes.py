@@ -48,7 +48,7 @@ def leave() -> None:
 
 
 def crash_of(pid: int, signal: str) -> tuple[Frame, ...]:
-    """The stack, without source, of the thread of a child in which this signal struck; empty if none did, or unknown.
+    """The stack, without source, of the thread of a child in which this signal struck; empty if that is unknown.
 
     Args:
         signal: What has ended it, ``"SIGSEGV"``.

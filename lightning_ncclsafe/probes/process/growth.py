@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from lightning_ncclsafe.facts import ProcessFacts
+from lightning_ncclsafe.facts import ANSWERING, ProcessFacts
 from lightning_ncclsafe.probes.absent import grown
 from lightning_ncclsafe.probes.process.main_thread import ThreadLook
 
@@ -75,6 +75,11 @@ def growth_between(before: MemoryLook | None, now: MemoryLook) -> tuple[int | No
     swapped = grown(now.swap_bytes, before.swap_bytes)
     swaps = None if swapped is None else round(swapped / span_s)
     return round((now.rss_bytes - before.rss_bytes) / span_s), swaps
+
+
+def needs_second_look(seen: ProcessFacts) -> bool:
+    """Whether a second look is needed to see why a process does not answer."""
+    return seen.memory_growth_bytes_per_s is None or (seen.state in ANSWERING and bool(seen.stack))
 
 
 def with_core_shares(facts: ProcessFacts, before: ThreadLook, now: ThreadLook, span_s: float) -> ProcessFacts:

@@ -23,7 +23,7 @@ class StackSamples:
         self._since: tuple[Hashable, dict[_Path, _Samples]] = (None, {})
 
     def note(self, position: Hashable) -> None:
-        """Takes a sample, or forgets all if the rank has made progress, and so is at another position."""
+        """Takes a sample, or forgets all if the position, which changes with any progress, is another one."""
         since, samples = self._since
         if position != since:
             self._since = position, {}
