@@ -537,6 +537,63 @@ def test_an_unused_part_is_located_where_a_jump_leads_around_its_function(module
     assert StepRecord(trainer(module())).facts().unused_at == line
 
 
+class Detecting(Stacked):
+    """Always asks its blocks, and uses what they return only if it needs that."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        boxes, loss = self.blocks(batch), batch.mean()  # type: ignore[attr-defined]  # <- boxes made
+        scaled = boxes * 2
+        if batch.any():
+            loss = loss + scaled.sum()  # <- boxes used
+        return loss
+
+
+class DetectingUnless(Stacked):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        boxes = self.blocks(batch)  # type: ignore[attr-defined]
+        if not batch.any():
+            return batch.mean()  # <- boxes not used
+        return batch.mean() + boxes.sum()
+
+
+class DetectingAlways(Stacked):
+    """Uses what they return for certain, too."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        boxes = self.blocks(batch)  # type: ignore[attr-defined]  # <- boxes made for certain
+        loss = batch.mean()
+        if batch.any():
+            loss = loss + boxes.sum()
+        self.log("boxes", boxes.mean())  # type: ignore[attr-defined]
+        return loss
+
+
+class DetectingTwice(Stacked):
+    """Uses it under two conditions, of which either may not have held."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        boxes = self.blocks(batch)  # type: ignore[attr-defined]  # <- boxes made for two
+        loss = batch.mean()
+        if batch.any():
+            loss = loss + boxes.sum()
+        if batch.all():
+            loss = loss + boxes.mean()
+        return loss
+
+
+@pytest.mark.parametrize(
+    ("module", "line"),
+    [
+        (Detecting, place("boxes used", "training_step")),
+        (DetectingUnless, place("boxes not used", "training_step")),
+        (DetectingAlways, place("boxes made for certain", "training_step")),
+        (DetectingTwice, place("boxes made for two", "training_step")),
+    ],
+)
+def test_a_part_whose_output_is_unused_is_located_where_that_is_left_out(module: type[Stacked], line: str) -> None:
+    assert StepRecord(trainer(module())).facts().unused_at == line
+
+
 class EarlyExit(Module):
     """Uses a part in a function that another class overrides, calls by ``super()`` and leaves out."""
 

@@ -1,6 +1,5 @@
 """Finds parameters that DDP complains about, and the line of user code that skips them or makes them."""
 
-import itertools
 import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -77,7 +76,8 @@ def is_from_nothing(loss: Any, module: Any) -> bool:
 def left_out_at(module: Any, missing: list[str]) -> str:
     """The line of user code that skips, or else uses, the largest unused part with the first of these parameters.
 
-    If it is used without gradients, that of the ``with`` statement which switches them off.
+    If it is used without gradients, that of the ``with`` statement which switches them off; if what it returns is not
+    used, the line that leaves that out.
     """
     names = trained_parameters(module)
     parts = missing[0].split(".")
@@ -88,20 +88,40 @@ def left_out_at(module: Any, missing: list[str]) -> str:
     used = next(filter(None, (_use_of(module, parts, level) for level in range(depth - 1, -1, -1))), None)
     if used is not None and used.without_gradients_at:
         return used.without_gradients_at
-    uses = itertools.chain([used], (_use_of(module, parts, level) for level in range(depth, len(parts))))
-    skipped = next((use for use in uses if use is not None and use.leads_around), None)
+    within = (_use_of(module, parts, level) for level in range(depth, len(parts)))
+    skipped = next((use for use in (used, *within) if use is not None and use.leads_around), None)
+    if skipped is None and used is not None:
+        used = skipped = used.of_output()
     if skipped is not None and len(skipped.leads_around) == 1 and not skipped.conditions_around:
         return skipped.leads_around[0]
     return used.place if used is not None else ""
 
 
 class _Use(NamedTuple):
-    """A line that uses a part of the model, the one that switches gradients off there, and those that may skip it."""
+    """A line that uses a part of the model: in which function, as which attribute."""
 
-    place: str
+    source: HookSource
+    line: int
+    part: str
     without_gradients_at: str
-    leads_around: tuple[str, ...]
-    conditions_around: tuple[str, ...]
+
+    @property
+    def place(self) -> str:
+        return self.source.place(self.line)
+
+    @property
+    def leads_around(self) -> tuple[str, ...]:
+        """The lines that may skip it."""
+        return self.source.leads_around(self.line)
+
+    @property
+    def conditions_around(self) -> tuple[str, ...]:
+        return self.source.conditions_around(self.line)
+
+    def of_output(self) -> "_Use":
+        """The use of what the part has returned, if something may skip every one of these; else this one."""
+        line = self.source.uses_of_output(self.line, self.part)
+        return self._replace(line=line) if line else self
 
 
 def _use_of(module: Any, parts: list[str], level: int) -> _Use | None:
@@ -116,8 +136,7 @@ def _use_of(module: Any, parts: list[str], level: int) -> _Use | None:
     for source in sorted(sources, key=lambda source: not source.calls(parts[level])):
         line = source.uses(parts[level])
         off = source.place(source.switches_gradients_off(line))
-        source, line = _decided_in(source, line, functions)
-        return _Use(source.place(line), off, source.leads_around(line), source.conditions_around(line))
+        return _Use(*_decided_in(source, line, functions), parts[level], off)
     return None
 
 

@@ -11,7 +11,14 @@ from typing import Any, TypeGuard, TypeVar
 from lightning_ncclsafe.facts import Branch, Decides
 from lightning_ncclsafe.probes.process.control_flow import control_flow, rank_condition
 from lightning_ncclsafe.probes.process.stacks import is_user_code
-from lightning_ncclsafe.probes.process.syntax import COMPREHENSIONS, FUNCTIONS, function_of, functions_in, name_of
+from lightning_ncclsafe.probes.process.syntax import (
+    COMPREHENSIONS,
+    FUNCTIONS,
+    function_of,
+    functions_in,
+    is_of_self,
+    name_of,
+)
 
 N = TypeVar("N", bound=ast.AST)
 
@@ -19,6 +26,8 @@ BEFORE_TRAINING = {"__init__", "configure_model", "configure_optimizers", "prepa
 """What Lightning calls before the first batch."""
 _CONDITIONS = (Decides.RANK, Decides.VALUE, Decides.COMMON)
 _GRADIENT_MODES = {"no_grad", "inference_mode", "set_grad_enabled"}
+# From what a part of the model returns to the loss.
+_MOST_VARIABLES = 4
 MOST_LINES = 8
 """The most lines that are reported of one kind."""
 
@@ -94,9 +103,30 @@ class HookSource:
             loops += [(part.target, part.iter, [*ast.walk(made)]) for part in parts]
         for target, taken_from, body in loops:
             if any(node in named for node in ast.walk(taken_from)):
-                names = {node.id for node in ast.walk(target) if isinstance(node, ast.Name)}
+                names = _names_in(target)
                 calls = (node for node in body if isinstance(node, ast.Call))
                 yield from (call.lineno for call in calls if isinstance(call.func, ast.Name) and call.func.id in names)
+
+    def uses_of_output(self, line: int, attribute: str) -> int:
+        """The first line that uses what ``self.attribute`` returned on a line, if the same branches lead around all.
+
+        Variables that are computed from it are followed, a few times. 0 if a use is certain, or none is known.
+        """
+        assigned = {node.lineno: node for node in self._each(ast.Assign)}
+        made = (node for node in assigned.values() if node.lineno <= line <= (node.end_lineno or 0))
+        names = {name for node in made for name in _names_made_from(node, attribute)}
+        for _ in range(_MOST_VARIABLES):
+            read = (node for node in self._each(ast.Name) if node.id in names and isinstance(node.ctx, ast.Load))
+            lines = sorted({node.lineno for node in read if node.lineno > line})
+            branches = {self.leads_around(one) for one in lines}
+            if not lines or () not in branches:
+                return lines[0] if len(branches) == 1 else 0
+            certain = [one for one in lines if not self.leads_around(one)]
+            if not assigned.keys() >= {*certain}:
+                return 0
+            names = {name for one in certain for target in assigned[one].targets for name in _names_in(target)}
+            line = certain[-1]
+        return 0
 
     def switches_gradients_off(self, line: int) -> int:
         """The line of the innermost ``with`` around a line that may switch gradients off; 0 if there is none."""
@@ -224,6 +254,21 @@ def _inside(body: list[ast.stmt]) -> Iterator[ast.AST]:
         yield statement
         for child in ast.iter_child_nodes(statement):
             yield from _inside([child])  # type: ignore[list-item]
+
+
+def _names_in(target: ast.expr) -> set[str]:
+    return {node.id for node in ast.walk(target) if isinstance(node, ast.Name)}
+
+
+def _names_made_from(node: ast.Assign, attribute: str) -> Iterator[str]:
+    """The variables that a statement assigns what it computes from an attribute of ``self``."""
+    pairs = [(target, node.value) for target in node.targets]
+    for target in node.targets:
+        if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+            pairs = [*zip(target.elts, node.value.elts, strict=False)]
+    for target, value in pairs:
+        if any(is_of_self(part) and part.attr == attribute for part in ast.walk(value)):
+            yield from _names_in(target)
 
 
 def _is_attribute(target: ast.expr, names: set[str]) -> bool:
