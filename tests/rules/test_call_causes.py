@@ -236,6 +236,30 @@ def test_a_rank_that_works_may_be_late_for_a_group_and_one_that_waits_elsewhere_
     assert "crossed-groups" not in found(job(*unknown, waits))
 
 
+@pytest.mark.parametrize(
+    ("others", "is_told"),
+    [((2, 3), True), ((0, 1), False), ((), False)],
+    ids=["other members", "the same members", "unknown members"],
+)
+def test_groups_of_other_members_under_one_number_are_made_by_their_members(
+    others: tuple[int, ...], is_told: bool
+) -> None:
+    """Each pair makes its own group: all have made as many, and rank 0 waits where ranks 2-3 have answered for rank 1."""
+    place = "/home/me/project/train.py:20 in setup"
+    maker = scenes.makes_group(GLOO, 0, 3, place)
+
+    def has_made(number: int, members: tuple[int, ...]) -> RankFacts:
+        waits = GLOO.in_barrier(number, "resume_end", seq=8, phase=Phase.INIT, batch=-1)
+        own = Group(name="5", description="undefined", ranks=members)
+        return replace(waits, groups=(*waits.groups, own), steps=StepFacts(groups_made=3))
+
+    told = found(job(maker, has_made(1, (0, 1)), *(has_made(n, others) for n in (2, 3)))).get("crossed-groups")
+    assert (told is not None) is is_told
+    if told is not None:
+        assert (told.ranks, told.location, told.confidence) == ((0, 1, 2, 3), place, Confidence.LIKELY)
+        assert "has the members ranks 0-1 on rank 1, ranks 2-3 on ranks 2-3; rank 0 still waits" in told.summary
+
+
 def test_ranks_that_create_groups_in_a_circle_wait_for_each_other() -> None:
     """Each links itself to the next one first, then to the one before."""
     makers = [scenes.makes_group(GLOO, n, 2) for n in range(4)]

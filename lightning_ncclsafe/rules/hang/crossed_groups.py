@@ -17,6 +17,7 @@ from lightning_ncclsafe.rules.kit import (
     Plan,
     Timeline,
     call_location,
+    clause,
     condition_evidence,
     finding,
     gathering_alone,
@@ -99,6 +100,8 @@ def crossed_groups(view: Timeline) -> Iterator[Finding]:
         yield _created_in_circle(view, created)
     elif making and all_wait and min(made.values()) >= 0 and len({*made.values()}) > 1:
         yield _created_differently(view, making, made)
+    elif making and all_wait and (apart := _created_apart(view)):
+        yield _created_by_members(view, making, apart)
 
 
 def _is_of_p2p(view: Timeline, circle: dict[int, tuple[str, int]]) -> bool:
@@ -177,6 +180,45 @@ def _created_differently(view: Timeline, making: tuple[int, ...], made: dict[int
         evidence=where_evidence(view, view.facts),
         remedy=_REMEDY_MADE,
     )
+
+
+def _created_apart(view: Timeline) -> dict[str, dict[tuple[int, ...], list[int]]]:
+    """The groups that have other members on some ranks, by name: members, and the ranks that know the group so.
+
+    PyTorch numbers groups on each rank, and ranks meet under that number.
+    """
+    by_name: dict[str, dict[tuple[int, ...], list[int]]] = defaultdict(lambda: defaultdict(list))
+    for rank, facts in sorted(view.facts.items()):
+        for group in facts.groups:
+            if group.ranks:
+                by_name[group.name][group.ranks].append(rank)
+    return {name: members for name, members in by_name.items() if len(members) > 1}
+
+
+def _created_by_members(
+    view: Timeline, making: tuple[int, ...], apart: dict[str, dict[tuple[int, ...], list[int]]]
+) -> Finding:
+    """Only the members of each group have created it, so ranks met under one number that mean different groups."""
+    known = "; ".join(
+        f"{group_words(name)} has the members {', '.join(f'{one} on {who}' for one, who in _each_in_words(members))}"
+        for name, members in itertools.islice(apart.items(), _LISTED)
+    )
+    places = [*dict.fromkeys(place for facts in view.facts.values() for place in facts.steps.groups_at)]
+    ranks = {*making, *(rank for members in apart.values() for who in members.values() for rank in who)}
+    return finding(
+        view,
+        tuple(sorted(ranks)),
+        f"Ranks have created different process groups under one number: {known}; "
+        f"{clause(making, 'still waits|still wait')} in new_group.",
+        confidence=Confidence.LIKELY,
+        location=places[0] if len(places) == 1 else call_location(view, making),
+        evidence=where_evidence(view, view.facts),
+        remedy=_REMEDY_MADE,
+    )
+
+
+def _each_in_words(members: Mapping[tuple[int, ...], Sequence[int]]) -> Iterator[tuple[str, str]]:
+    return ((ranks_words(one), ranks_words(who)) for one, who in members.items())
 
 
 def _by_count(making: tuple[int, ...], made: dict[int, int]) -> dict[tuple[int, bool], list[int]]:
