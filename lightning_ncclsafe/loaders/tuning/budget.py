@@ -2,7 +2,6 @@
 
 import os
 import threading
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -11,7 +10,7 @@ from math import inf
 from typing import Literal
 
 from lightning_ncclsafe.code.marks import Mark, marked
-from lightning_ncclsafe.exchange import Exchange, ExchangeError
+from lightning_ncclsafe.exchange import Exchange, ExchangeError, wait_for
 from lightning_ncclsafe.facts import Capacity, codec
 from lightning_ncclsafe.rules.kit.wording import size_words
 
@@ -25,7 +24,7 @@ _FAR_MORE = 4
 _MEMORY_SHARE = 0.5
 BUDGET_S = 10.0
 """How long ranks have to share what their hosts have, once the process group exists."""
-_FIRST_POLL_S, _POLL_S, _GROWTH = 0.001, 0.02, 1.5
+_FIRST_POLL_S, _POLL_S = 0.001, 0.02
 _BUDGET = "tuning/budget"
 
 
@@ -169,17 +168,23 @@ def agree_on_budget(
         The budget, the same on all ranks; None if rank 0 has not shared one in time.
     """
     exchange.set(f"tuning/capacity/{rank}", codec.encode(own))
-    give_up = time.monotonic() + (BUDGET_S if rank == 0 else 2 * BUDGET_S)
     keys = [f"tuning/capacity/{one}" for one in range(world_size)] if rank == 0 else [_BUDGET]
-    # The training thread waits for the budget before its first loader.
     found: dict[str, bytes] = {}
-    poll_s = _FIRST_POLL_S
-    while len(found) < len(keys) and not over.is_set() and time.monotonic() < give_up:
-        with suppress(ExchangeError):  # a store that has missed a deadline may answer the next time
-            found |= exchange.get_many([key for key in keys if key not in found])
-        if len(found) < len(keys):
-            over.wait(poll_s)
-            poll_s = min(_GROWTH * poll_s, _POLL_S)
+
+    def all_are_there() -> bool:
+        found.update(exchange.get_many([key for key in keys if key not in found]))
+        return len(found) == len(keys)
+
+    with suppress(ExchangeError):  # the store is lost
+        wait_for(
+            all_are_there,
+            deadline_s=BUDGET_S if rank == 0 else 2 * BUDGET_S,
+            # The training thread waits for the budget before its first loader.
+            poll_s=_FIRST_POLL_S,
+            longest_poll_s=_POLL_S,
+            give_up=over.is_set,
+            forgive=exchange,
+        )
     if rank != 0:
         return codec.decode(Budget, found[_BUDGET]) if found else None
     budget = least_budget([codec.decode(Capacity, capacity) for capacity in found.values()] or [own])

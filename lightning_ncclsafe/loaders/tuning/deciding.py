@@ -1,11 +1,11 @@
 """Rank 0's part: from the measurements of all ranks, one setting for each loader, the same on all."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 
 from lightning_ncclsafe.loaders.tuning.budget import Budget
 from lightning_ncclsafe.loaders.tuning.measuring import INTERVAL_S, Interval, Measurement, slowest_of
-from lightning_ncclsafe.loaders.tuning.trials import Forecast, Room, Trial, TrialOutcome, Trials
+from lightning_ncclsafe.loaders.tuning.trials import Forecast, Trial, TrialOutcome, Trials
 from lightning_ncclsafe.report.times import share_words, time_words
 
 # Why a loader stays as it is, and what to do.
@@ -21,6 +21,8 @@ OWN_WAY = "its class overrides iteration: set it"
 # Measurements of a rank that are kept until all ranks have measured the same intervals.
 _KEPT = 32
 _NEVER = Interval(0)
+# Advice is given only for a gain that is certain.
+_SURE = 0.25
 # Ranks read the decision every quarter of a second: they have it before an epoch of this length is over.
 _LONG_S = 5.0
 
@@ -38,17 +40,6 @@ class LoaderReport:
     loader: str
     measurements: tuple[Measurement, ...] = ()
     frozen: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankReport:
-    """What one rank publishes.
-
-    Attributes:
-        loaders: Its loaders.
-    """
-
-    loaders: tuple[LoaderReport, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,20 +127,16 @@ class Deciding:
             trials = Trials(user_workers, forks=forks)
             self._loaders[name] = _Loader(group=group, user_workers=user_workers, why_fixed=why_fixed, trials=trials)
 
-    def add(self, rank: int, measured: RankReport) -> None:
+    def add(self, rank: int, reports: Iterable[LoaderReport]) -> None:
         """Takes what a rank has published."""
-        for window in measured.loaders:
-            loader = self._loaders.get(window.loader)
+        for report in reports:
+            loader = self._loaders.get(report.loader)
             if loader is None:
                 continue
             # One rank had to go back to fewer workers; the loader is left alone from then on.
-            loader.is_over = loader.is_over or window.frozen
+            loader.is_over = loader.is_over or report.frozen
             own = loader.measurements.setdefault(rank, {})
-            own.update(
-                (measurement.interval, measurement)
-                for measurement in window.measurements
-                if measurement.interval > loader.seen
-            )
+            own.update((each.interval, each) for each in report.measurements if each.interval > loader.seen)
             for interval in sorted(own)[:-_KEPT]:
                 del own[interval]
 
@@ -189,12 +176,8 @@ class Deciding:
         if not why_fixed and measurement.seeded and not self._applies_to_seeded:
             why_fixed = SEEDED
         others = (other for other in self._loaders.values() if other is not loader)
-        change = loader.trials.add(
-            measurement,
-            room,
-            begins=_begins(measurement),
-            may_try=not why_fixed and all(other.trials.trial is None for other in others),
-        )
+        may_try = not why_fixed and all(other.trials.trial is None for other in others)
+        change = loader.trials.add(measurement, room, begins=_begins(measurement), may_try=may_try)
         if change is not None:
             self._say(changed(name, change))
         if not why_fixed and measurement.persists:
@@ -202,18 +185,15 @@ class Deciding:
         loader.is_fixed = bool(why_fixed)
         if why_fixed and not loader.is_advised:
             forecast = loader.trials.forecast(room)
-            if forecast is not None and forecast.is_sure:
+            if forecast is not None and forecast.gain >= _SURE:
                 loader.is_advised = True
                 self._say(advised(name, forecast, why_fixed))
 
-    def _room(self, loader: _Loader) -> Room:
+    def _room(self, loader: _Loader) -> Budget:
         """What is left by the loaders that have workers at the same time."""
         others = (other for other in self._loaders.values() if other is not loader and other.group == loader.group)
-        return Room(
-            workers=max(self._budget.workers - sum(other.trials.workers for other in others), 0),
-            cores=self._budget.cores,
-            memory_bytes=self._budget.memory_bytes,
-        )
+        taken = sum(other.trials.workers for other in others)
+        return replace(self._budget, workers=max(self._budget.workers - taken, 0))
 
 
 def _begins(measurement: Measurement) -> Interval:
@@ -227,21 +207,18 @@ def _begins(measurement: Measurement) -> Interval:
 
 def changed(name: str, change: TrialOutcome) -> str:
     """How a trial ended, for the user."""
-    now, others = f"num_workers={change.workers}", f"num_workers={change.others}"
+    now, other = f"num_workers={change.now.workers}", f"num_workers={change.other.workers}"
+    now_s, other_s = time_words(change.now.step_s), time_words(change.other.step_s)
     if change.kind == "kept":
-        share = share_words(change.wait_s / change.others_s)
+        share = share_words(change.other.wait_s / change.other.step_s)
         return (
-            f"{name}: {now} instead of {change.others} from now on: a step takes {time_words(change.step_s)} instead of"
-            f" {time_words(change.others_s)}, of which {share} was waiting for data"
+            f"{name}: {now} instead of {change.other.workers} from now on: a step takes {now_s} instead of {other_s}, "
+            f"of which {share} was waiting for data"
         )
     if change.kind == "no gain":
-        return (
-            f"{name}: {now} stays: {others} was tried once, and a step took {time_words(change.others_s)} instead of"
-            f" {time_words(change.step_s)}"
-        )
+        return f"{name}: {now} stays: {other} was tried once, and a step took {other_s} instead of {now_s}"
     return (
-        f"{name}: {now} again: with {others} a step now takes {time_words(change.others_s)}; it took"
-        f" {time_words(change.step_s)} before. It is not tried again"
+        f"{name}: {now} again: with {other} a step now takes {other_s}; it took {now_s} before. It is not tried again"
     )
 
 

@@ -82,22 +82,19 @@ _KINDS: dict[tuple[str, str], tuple[str, Check]] = {
 }
 
 
-def unresizable(loader: Any) -> str:
-    """Why the workers of a ``DataLoader`` cannot be changed while it is read; empty if they can, and that is safe."""
+def is_resizable(loader: Any) -> bool:
+    """Whether the workers of a ``DataLoader`` can be changed while it is read."""
+    # The number of batches of an iterable dataset depends on the number of workers.
     if loading.has_iterable_dataset(loader):
-        return "the number of batches of an iterable dataset depends on the number of workers"
-    own = [method for method in loading.iterates_its_own_way(loader) if method.__module__ != iteration.__name__]
-    if own:
-        return f"{type(loader).__name__} overrides iteration ({own[0].__qualname__})"
-    return ""
+        return False
+    return all(method.__module__ == iteration.__name__ for method in loading.iterates_its_own_way(loader))
 
 
-def unsafe(loader: Any) -> str:
-    """Why other workers than the user's could lose or mix up samples of a ``DataLoader``; empty if they could not."""
-    stateful = next((part for part in parts_of(loader) if callable(getattr(type(part), "state_dict", None))), None)
-    if stateful is not None:
-        return f"its {type(stateful).__name__} has a state_dict, which counts batches drawn ahead"
-    return unforkable_dataset(loader)
+def is_safe(loader: Any) -> bool:
+    """Whether other workers than the user's neither lose nor mix up samples of a ``DataLoader``."""
+    # A state_dict counts batches that are drawn ahead.
+    is_stateful = any(callable(getattr(type(part), "state_dict", None)) for part in parts_of(loader))
+    return not is_stateful and not unforkable_dataset(loader)
 
 
 def unforkable_dataset(loader: Any) -> str:

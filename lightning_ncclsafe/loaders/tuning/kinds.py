@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from lightning_ncclsafe._torch import loading
 from lightning_ncclsafe.loaders.iteration import Begin
 from lightning_ncclsafe.loaders.tuning.deciding import LoaderReport, LoaderSetting
-from lightning_ncclsafe.loaders.tuning.eligibility import holds_generator, is_seeded, unresizable, unsafe
+from lightning_ncclsafe.loaders.tuning.eligibility import holds_generator, is_resizable, is_safe, is_seeded
 from lightning_ncclsafe.loaders.tuning.measuring import (
     BatchSize,
     Interval,
@@ -183,9 +183,9 @@ def kind_of(loader: Any, settings: TunerSettings) -> type[AdvisedLoader] | None:
     Args:
         loader: What Lightning iterates.
     """
-    if not loading.is_dataloader(loader) or unsafe(loader):
+    if not loading.is_dataloader(loader) or not is_safe(loader):
         return None
-    if settings.apply and not unresizable(loader):
+    if settings.apply and is_resizable(loader):
         return MapStyleLoader
     if settings.apply and settings.apply_to_iterables and loading.has_iterable_dataset(loader):
         return IterableLoader

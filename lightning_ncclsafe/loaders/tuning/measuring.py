@@ -155,40 +155,29 @@ def _parts_of(value: Any) -> Any:
     return slots or getattr(value, "__dict__", None)
 
 
-class _StepTimes(NamedTuple):
-    gap_s: float
-    cpu_s: float
+class _Sums:
+    """What is measured since an interval began: sums, and a sample of all steps, evenly spread."""
 
-
-class _StepSample:
-    """A sample of all steps, evenly spread."""
-
-    def __init__(self) -> None:
-        self._kept: list[_StepTimes] = []
+    def __init__(self, workers: int) -> None:
+        self.began_at = time.perf_counter()
+        self.workers = workers
+        self.data_s = self.start_s = 0.0
+        self.batches = 0
+        self.steps: list[tuple[float, float]] = []
         self._seen, self._every = 0, 1
 
-    def add(self, step: _StepTimes) -> None:
+    def add_step(self, gap_s: float, cpu_s: float) -> None:
         self._seen += 1
         if self._seen % self._every == 0:
-            self._kept.append(step)
-        if len(self._kept) >= _MOST_STEPS:
-            self._kept, self._every = self._kept[1::2], 2 * self._every
+            self.steps.append((gap_s, cpu_s))
+        if len(self.steps) >= _MOST_STEPS:
+            self.steps, self._every = self.steps[1::2], 2 * self._every
 
-    def mean(self) -> _StepTimes:
-        most_s = _LONGEST_GAPS * median(step.gap_s for step in self._kept)
-        steps = [step for step in self._kept if step.gap_s <= most_s]
-        return _StepTimes(fmean(step.gap_s for step in steps), fmean(step.cpu_s for step in steps))
-
-
-@dataclass(slots=True)
-class _Sums:
-    """Sums since an interval began."""
-
-    began_at: float
-    workers: int
-    data_s: float = 0.0
-    start_s: float = 0.0
-    batches: int = 0
+    def mean_step(self) -> tuple[float, float]:
+        """Gap and processor time, without gaps that are none of a step."""
+        most_s = _LONGEST_GAPS * median(gap_s for gap_s, _ in self.steps)
+        gaps_s, cpus_s = zip(*(step for step in self.steps if step[0] <= most_s), strict=True)
+        return fmean(gaps_s), fmean(cpus_s)
 
 
 class Observer:
@@ -210,7 +199,6 @@ class Observer:
         self._process = psutil.Process()
         self._has_failed = False
         self._sums: _Sums | None = None
-        self._steps = _StepSample()
         self._of_epoch = 0
         self._asked_at = self._given_at = self._own_s = 0.0
 
@@ -223,8 +211,7 @@ class Observer:
         """
         self.interval = Interval(self.interval.epoch + 1)
         self._of_epoch = 0
-        self._begin_interval(workers)
-        assert self._sums is not None
+        self._sums = _Sums(workers)
         self._sums.data_s = self._sums.start_s = took_s
 
     def asked(self) -> None:
@@ -253,7 +240,7 @@ class Observer:
         if self._of_epoch == 0:
             sums.start_s += wait_s
         else:
-            self._steps.add(_StepTimes(self._asked_at - self._given_at, own_s - self._own_s))
+            sums.add_step(self._asked_at - self._given_at, own_s - self._own_s)
         sums.batches += 1
         self._of_epoch += 1
         if not self._of_epoch & (self._of_epoch - 1):
@@ -266,7 +253,7 @@ class Observer:
         """Ends a part of the epoch and begins the next."""
         self._report()
         self.interval = Interval(self.interval.epoch, self.interval.part + 1)
-        self._begin_interval(workers)
+        self._sums = _Sums(workers)
 
     def ends(self, took_s: float = 0.0) -> None:
         """Ends the epoch; its workers took ``took_s`` to end."""
@@ -276,25 +263,21 @@ class Observer:
             self._report()
         self._sums = None
 
-    def _begin_interval(self, workers: int) -> None:
-        self._sums = _Sums(began_at=time.perf_counter(), workers=workers)
-        self._steps = _StepSample()
-
     def _report(self) -> None:
         sums = self._sums
         if self._has_failed or sums is None or sums.batches < _LEAST_BATCHES:
             return
         try:
-            step, size = self._steps.mean(), self.size or BatchSize()
+            (gap_s, cpu_s), size = sums.mean_step(), self.size or BatchSize()
             self._on_measured(
                 Measurement(
                     interval=self.interval,
                     workers=sums.workers,
                     batches=sums.batches,
-                    gap_s=step.gap_s,
+                    gap_s=gap_s,
                     data_s=sums.data_s,
                     start_s=sums.start_s,
-                    cpu_s=step.cpu_s,
+                    cpu_s=cpu_s,
                     batch_bytes=size.size_bytes,
                     tensors=size.tensors,
                     process_bytes=int(self._process.memory_info().rss),

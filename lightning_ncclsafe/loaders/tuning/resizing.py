@@ -26,7 +26,7 @@ class ResizableLoader:
     """Reads a loader with workers that can be changed at any time, on the thread that reads it.
 
     Args:
-        loader: The user's ``DataLoader``, one for which :func:`unresizable` and :func:`unsafe` are empty; not changed.
+        loader: The user's ``DataLoader``, one that :func:`is_resizable` and :func:`is_safe` accept; not changed.
         observer: Measures it.
         user_workers: The user's ``num_workers``, as far as there is room: what it begins with.
         say: Prints why it goes back to fewer workers.

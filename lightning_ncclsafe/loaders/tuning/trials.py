@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import Literal
 
+from lightning_ncclsafe.loaders.tuning.budget import Budget
 from lightning_ncclsafe.loaders.tuning.measuring import Interval, Measurement
 
 # The promise: over any 20 epochs, at most 2 % slower than with the user's workers. That is 40 % of one epoch. One trial
@@ -13,8 +14,6 @@ _MOST_LOSS = 0.35
 # The forecast has to save the first share of a step's time, and the trial half of the forecast or the second share.
 _LEAST_PROMISE = 0.15
 _LEAST_GAIN = 0.05
-# Advice is given only for a gain that is certain.
-_SURE = 0.25
 # Measurements by which a setting is known.
 _KNOWN_BY = 3
 # If a step waits for the loader for less than this share, its workers are fast enough.
@@ -33,21 +32,6 @@ _MESSAGE_S, _TENSOR_S, _BYTE_S = 0.001, 0.0002, 0.5e-9
 _HEADROOM = 1.1
 # More workers have to be faster by this share than fewer.
 _WORTH_MORE = 0.03
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Room:
-    """What a loader may use.
-
-    Attributes:
-        workers: Most workers that it may get.
-        cores: This rank's share of the host's cores.
-        memory_bytes: Memory for more workers; None if no limit is known.
-    """
-
-    workers: int
-    cores: float
-    memory_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,19 +55,13 @@ class TrialOutcome:
 
     Attributes:
         kind: The workers are kept, gained nothing, or have become a loss.
-        workers: Workers from now on.
-        others: Workers before, or those that were tried.
-        step_s: How long a step took with ``workers``, seconds.
-        wait_s: Of that, the wait for the batch; for ``"kept"`` of the slower setting.
-        others_s: How long a step took with ``others``, seconds.
+        now: A measurement with the workers from now on.
+        other: One with the workers before, or those that were tried.
     """
 
     kind: Literal["kept", "no gain", "taken back"]
-    workers: int
-    others: int
-    step_s: float
-    wait_s: float
-    others_s: float
+    now: Measurement
+    other: Measurement
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,11 +79,6 @@ class Forecast:
     step_s: float
     known: Measurement
     gain: float
-
-    @property
-    def is_sure(self) -> bool:
-        """Whether the gain is large enough to advise on without a trial."""
-        return self.gain >= _SURE
 
 
 class Trials:
@@ -136,10 +109,10 @@ class Trials:
         self._count = 0
         self._promised = 0.0
         self._spent_s = 0.0
-        self._users_step_s = 0.0
+        self._known_users: Measurement | None = None
         self._since_control, self._next_control = 0, _FIRST_CONTROL
 
-    def add(self, measurement: Measurement, room: Room, *, begins: Interval, may_try: bool) -> TrialOutcome | None:
+    def add(self, measurement: Measurement, room: Budget, *, begins: Interval, may_try: bool) -> TrialOutcome | None:
         """Takes a measurement and decides.
 
         Args:
@@ -168,7 +141,7 @@ class Trials:
             self._try(room, begins)
         return change
 
-    def forecast(self, room: Room, *, most_loss_s: float = inf) -> Forecast | None:
+    def forecast(self, room: Budget, *, most_loss_s: float = inf) -> Forecast | None:
         """What more workers would gain; None if too little for a trial.
 
         Args:
@@ -195,7 +168,7 @@ class Trials:
     def _known(self) -> Measurement:
         return sorted(self._recent, key=lambda measurement: measurement.step_s)[len(self._recent) // 2]
 
-    def _try(self, room: Room, begins: Interval) -> None:
+    def _try(self, room: Budget, begins: Interval) -> None:
         if self.workers != self._users and self._since_control >= self._next_control:
             self._begin(self._users, begins)
             return
@@ -222,35 +195,28 @@ class Trials:
         base = min(self._known(), after, key=lambda measurement: measurement.step_s)
         if trial.workers == self._users:
             self._since_control, self._next_control = 0, 2 * self._next_control
-            self._users_step_s = tried.step_s
+            self._known_users = tried
             return None
         if tried.step_s > (1 - max(_LEAST_GAIN, self._promised / 2)) * base.step_s:
             self._is_over = True
-            return _change("no gain", base, tried)
+            return TrialOutcome(kind="no gain", now=base, other=tried)
         self.workers = trial.workers
         self._spent_s = 0.0  # the next interval gains it back
-        self._users_step_s = self._users_step_s or base.step_s
+        self._known_users = self._known_users or base
         self._recent.clear()
-        return _change("kept", tried, base)
+        return TrialOutcome(kind="kept", now=tried, other=base)
 
     def _taken_back(self) -> TrialOutcome | None:
         """Goes back to the user's workers if the kept ones are slower by now than those were when last measured."""
-        if self.workers == self._users or len(self._recent) < _KNOWN_BY:
+        if self.workers == self._users or self._known_users is None or len(self._recent) < _KNOWN_BY:
             return None
         known = self._known()
-        if known.step_s <= self._users_step_s:
+        if known.step_s <= self._known_users.step_s:
             return None
-        others, self.workers, self._is_over = self.workers, self._users, True
+        self.workers, self._is_over = self._users, True
         self.trial = None
         self._recent.clear()
-        return TrialOutcome(
-            kind="taken back",
-            workers=self.workers,
-            others=others,
-            step_s=self._users_step_s,
-            wait_s=known.wait_s,
-            others_s=known.step_s,
-        )
+        return TrialOutcome(kind="taken back", now=self._known_users, other=known)
 
     def _expected_s(self, known: Measurement, workers: int, cores: float) -> float:
         """How long a step would take with more workers, seconds."""
@@ -279,7 +245,7 @@ def _handover_s(known: Measurement) -> float:
     return _MESSAGE_S + _TENSOR_S * known.tensors + _BYTE_S * known.batch_bytes
 
 
-def _more(known: Measurement, room: Room) -> range:
+def _more(known: Measurement, room: Budget) -> range:
     """The numbers of workers that may gain something and fit."""
     if known.persists or known.wait_s < _STARVES * known.step_s:
         return range(0)
@@ -288,14 +254,3 @@ def _more(known: Measurement, room: Room) -> range:
         # In the end a worker may use as much memory as the process it is forked from: reference counts are written to.
         most = min(most, known.workers + room.memory_bytes // known.process_bytes)
     return range(known.workers + 1, most + 1)
-
-
-def _change(kind: Literal["kept", "no gain"], now: Measurement, other: Measurement) -> TrialOutcome:
-    return TrialOutcome(
-        kind=kind,
-        workers=now.workers,
-        others=other.workers,
-        step_s=now.step_s,
-        wait_s=max(now, other, key=lambda measurement: measurement.step_s).wait_s,
-        others_s=other.step_s,
-    )

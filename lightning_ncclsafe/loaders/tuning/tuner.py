@@ -4,6 +4,7 @@ Ranks communicate over the exchange, on a thread of the tuner's own. The trainin
 budget, before the first loader is used.
 """
 
+import json
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -23,8 +24,8 @@ from lightning_ncclsafe.loaders.tuning.deciding import (
     OWN_WAY,
     Deciding,
     Decision,
+    LoaderReport,
     LoaderSetting,
-    RankReport,
 )
 from lightning_ncclsafe.loaders.tuning.eligibility import forks
 from lightning_ncclsafe.loaders.tuning.kinds import AdvisedLoader, LoaderOptions, kind_of
@@ -196,28 +197,19 @@ class Tuner:
         """
         epoch = loader.epochs + 1
         key = f"tuning/epoch/{name}/{epoch}"
+        found, workers = dict[str, bytes](), None
         try:
             if self._deciding is None:
                 found = wait_for_keys(self._exchange, [key], deadline_s=_EPOCH_S, poll_s=_EPOCH_POLL_S)
-                if found:
-                    return self._in_epoch(name, found[key])
-            own = Decision()
-            if self._deciding is not None:
+            else:
                 # No rank is two epochs behind, so the store does not grow with the epochs.
                 self._exchange.delete([f"tuning/epoch/{name}/{epoch - 2}"])
                 workers = loader.workers_at(Interval(epoch))
-                if workers is not None:
-                    setting = LoaderSetting(loader=name, user_workers=loader.user_workers, workers=workers)
-                    own = Decision(settings=(setting,))
-            return self._in_epoch(name, self._exchange.set_if_absent(key, codec.encode(own)))
+            agreed = json.loads(found.get(key) or self._exchange.set_if_absent(key, json.dumps(workers).encode()))
+            if isinstance(agreed, int):
+                self._of_epoch[name] = agreed
         except ExchangeError as error:
             say_own_failure(error, what=f"the tuning of {name}")
-            return self._of_epoch.get(name)
-
-    def _in_epoch(self, name: str, encoded: bytes) -> int | None:
-        settings = codec.decode(Decision, encoded).settings
-        if settings:
-            self._of_epoch[name] = settings[0].workers
         return self._of_epoch.get(name)
 
     # What the thread does.
@@ -257,9 +249,9 @@ class Tuner:
     def _turn(self) -> None:
         with self._lock:
             loaders = dict(self._loaders)
-        measured = RankReport(loaders=tuple(loader.measured(name) for name, loader in loaders.items()))
+        measured = tuple(loader.measured(name) for name, loader in loaders.items())
         if self._deciding is not None:
-            self._decide(measured)
+            self._decide(self._deciding, measured)
         else:
             self._publish(f"tuning/measured/{self._rank}", measured)
             if found := self._exchange.get_many([_DECISION]):
@@ -267,15 +259,13 @@ class Tuner:
         for name, loader in loaders.items():
             loader.setting = self._setting_of(name, loader)
 
-    def _decide(self, own: RankReport) -> None:
-        deciding = self._deciding
-        assert deciding is not None
+    def _decide(self, deciding: Deciding, own: tuple[LoaderReport, ...]) -> None:
         keys = {f"tuning/measured/{rank}": rank for rank in range(1, self._world_size)}
         answers = self._exchange.get_many(keys) if keys else {}
         with self._lock:
             deciding.add(0, own)
             for key, answer in answers.items():
-                deciding.add(keys[key], codec.decode(RankReport, answer))
+                deciding.add(keys[key], codec.decode(tuple[LoaderReport, ...], answer))
             decision = deciding.decide()
         self._publish(_DECISION, decision)
         self._decision = decision

@@ -7,7 +7,7 @@ import pytest
 
 from lightning_ncclsafe.loaders.tuning import deciding
 from lightning_ncclsafe.loaders.tuning.budget import Budget
-from lightning_ncclsafe.loaders.tuning.deciding import Deciding, LoaderReport, LoaderSetting, RankReport
+from lightning_ncclsafe.loaders.tuning.deciding import Deciding, LoaderReport, LoaderSetting
 from lightning_ncclsafe.loaders.tuning.measuring import Interval, Measurement
 
 BUDGET = Budget(cores=8.0, workers=8, memory_bytes=10**10, shm_bytes=10**9, cores_from="8 cores")
@@ -34,7 +34,7 @@ class Job:
     ) -> None:
         for rank in ranks or range(self.ranks):
             one = LoaderReport(loader=name, measurements=(measurement,), frozen=frozen)
-            self.deciding.add(rank, RankReport(loaders=(one,)))
+            self.deciding.add(rank, [one])
 
     def setting(self, name: str = "train_dataloader") -> LoaderSetting:
         return next(setting for setting in self.deciding.decide().settings if setting.loader == name)

@@ -33,7 +33,7 @@ from torch.utils.data import (
 
 from lightning_ncclsafe.loaders.iteration import ReplacedIteration
 from lightning_ncclsafe.loaders.tuning import measuring, worker_pool
-from lightning_ncclsafe.loaders.tuning.eligibility import unresizable, unsafe
+from lightning_ncclsafe.loaders.tuning.eligibility import is_resizable, is_safe, unforkable_dataset
 from lightning_ncclsafe.loaders.tuning.measuring import Interval, Measurement, Observer
 from lightning_ncclsafe.loaders.tuning.resizing import ResizableLoader
 from lightning_ncclsafe.loaders.tuning.worker_pool import Deadlines
@@ -645,7 +645,7 @@ def test_a_loader_with_replaced_iteration_is_read_normally() -> None:
     loader: Loader = DataLoader(Items())
     tuned = tuned_of(loader, 1)
     replaced = ReplacedIteration(loader, lambda begin: tuned.begin())
-    assert unresizable(loader) == ""
+    assert is_resizable(loader)
     assert [int(batch) for batch in tuned.begin()] == list(range(23))
     replaced.restore()
 
@@ -752,7 +752,7 @@ def test_the_worker_count_is_requested_per_interval(monkeypatch: pytest.MonkeyPa
     assert observer.interval == Interval(6, 1)
 
 
-def test_an_unresizable_loader_has_a_reason() -> None:
+def test_loaders_that_decide_on_their_batches_themselves_are_not_resizable() -> None:
     class Own(DataLoader[Any]):
         def __iter__(self) -> Any:
             return iter([1])
@@ -764,9 +764,9 @@ def test_an_unresizable_loader_has_a_reason() -> None:
     class OwnBatches(DataLoader[Any]):
         pass
 
-    assert "overrides iteration" in unresizable(Own(Items()))
-    assert "iterable dataset" in unresizable(DataLoader(Endless()))
-    assert unresizable(OwnBatches(Items())) == ""
+    assert not is_resizable(Own(Items()))
+    assert not is_resizable(DataLoader(Endless()))
+    assert is_resizable(OwnBatches(Items()))
 
 
 class Counting(RandomSampler):
@@ -790,21 +790,21 @@ def test_stateful_samplers_and_loaders_are_left_alone() -> None:
     by_sampler: Loader = DataLoader(Items(), sampler=Counting(range(23)))
     by_batches: Loader = DataLoader(Items(), batch_sampler=CountingBatches(range(23), 2, False))
     within: Loader = DataLoader(Items(), batch_sampler=BatchSampler(Counting(range(23)), 2, False))
-    found = [unsafe(loader) for loader in (by_sampler, by_batches, within, CountingLoader(Items(), num_workers=2))]
-    names = ("Counting", "CountingBatches", "Counting", "CountingLoader")
-    assert found == [f"its {name} has a state_dict, which counts batches drawn ahead" for name in names]
-    assert [unsafe(kind()) or unresizable(kind()) for kind in KINDS.values()] == [""] * len(KINDS)
+    counting: Loader = CountingLoader(Items(), num_workers=2)
+    assert not any(is_safe(loader) for loader in (by_sampler, by_batches, within, counting))
+    assert all(is_safe(kind()) and is_resizable(kind()) for kind in KINDS.values())
 
 
 def test_an_unshareable_dataset_is_left_alone_below_two_user_workers(tmp_path: Path) -> None:
     dataset = Opening(tmp_path)
-    assert unsafe(DataLoader(dataset)) == ""
+    assert is_safe(DataLoader(dataset))
     dataset.file = threading.Lock()
-    found = [unsafe(DataLoader(dataset, num_workers=workers)) for workers in (0, 1, 2)]
+    loaders = [DataLoader(dataset, num_workers=workers) for workers in (0, 1, 2)]
     why = "its dataset holds a thread lock (Opening.file), which several processes cannot use at once"
-    assert found == [why, why, ""]
+    assert [unforkable_dataset(loader) for loader in loaders] == [why, why, ""]
+    assert [is_safe(loader) for loader in loaders] == [False, False, True]
     # Where it is not forked, it is the dataset's own affair what is sent.
-    assert unsafe(DataLoader(dataset, num_workers=1, multiprocessing_context="spawn")) == ""
+    assert is_safe(DataLoader(dataset, num_workers=1, multiprocessing_context="spawn"))
 
 
 def test_a_file_opened_by_the_first_sample_prevents_workers(tmp_path: Path) -> None:

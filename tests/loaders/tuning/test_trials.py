@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from lightning_ncclsafe.loaders.tuning import deciding
+from lightning_ncclsafe.loaders.tuning.budget import Budget
 from lightning_ncclsafe.loaders.tuning.measuring import Interval, Measurement, slowest_of
-from lightning_ncclsafe.loaders.tuning.trials import Room, TrialOutcome, Trials
+from lightning_ncclsafe.loaders.tuning.trials import TrialOutcome, Trials
 
-EIGHT = Room(workers=8, cores=8.0)
+EIGHT = Budget(workers=8, cores=8.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +73,7 @@ def train(
     user_workers: int,
     epochs: int,
     *,
-    room: Room | None = None,
+    room: Budget | None = None,
     forks: bool = True,
     chance: random.Random | None = None,
 ) -> tuple[list[int], list[TrialOutcome]]:
@@ -89,7 +90,7 @@ def train(
         # By the time at which the next epoch begins, this one has not been decided on.
         setting, trial = trials.workers, trials.trial
         measurement = replace(loader.epoch(now, chance), interval=Interval(epoch))
-        space = room or Room(workers=int(loader.cores), cores=loader.cores)
+        space = room or Budget(workers=int(loader.cores), cores=loader.cores)
         change = trials.add(measurement, space, begins=Interval(epoch + 1, 1), may_try=True)
         if change is not None:
             changes.append(change)
@@ -177,7 +178,7 @@ def test_expensive_batches_get_workers_and_keep_them() -> None:
     loader = Loader(gap_s=0.01, batch_s=0.03, batches=400)
     workers, (kept,) = train(lambda _: loader, 0, 15)
     assert workers[:5] == [0] * 5 and workers[-1] == 3
-    assert (kept.kind, kept.others) == ("kept", 0)
+    assert (kept.kind, kept.other.workers) == ("kept", 0)
     line = deciding.changed("train_dataloader", kept)
     assert line.startswith(f"train_dataloader: num_workers={workers[-1]} instead of 0 from now on: a step takes ")
     assert "instead of 40 ms, of which 75 % was waiting for data" in line
@@ -187,7 +188,7 @@ def test_a_failed_trial_is_printed_and_not_repeated() -> None:
     locked = Loader(gap_s=0.01, batch_s=0.03, parallel=0.9)
     workers, (failed,) = train(lambda _: locked, 0, 200)
     assert sum(count > 0 for count in workers) == 1
-    assert (failed.kind, failed.workers) == ("no gain", 0)
+    assert (failed.kind, failed.now.workers) == ("no gain", 0)
     assert "num_workers=0 stays: num_workers=" in deciding.changed("train_dataloader", failed)
 
 
