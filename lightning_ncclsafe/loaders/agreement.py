@@ -75,8 +75,13 @@ class Agreement:
 
     def all_can(self, can: bool) -> bool:
         """Whether every rank can do what all have just tried, given whether this one can."""
-        facts = replace(self._identity, data=DataFacts(stage="") if can else None)
-        return self._meeting.meet(facts, lambda ranks: Agreed(complete=self._is_complete(ranks))).complete
+
+        def judge_all(ranks: tuple[RankFacts, ...]) -> Agreed:
+            return Agreed(complete=len(ranks) == self._world_size and all(facts.data is not None for facts in ranks))
+
+        return self._meeting.meet(
+            replace(self._identity, data=DataFacts(stage="") if can else None), judge_all
+        ).complete
 
     def withdraw(self) -> None:
         """From now on this rank takes no part, and the others compare nothing without it."""
@@ -102,13 +107,13 @@ class Agreement:
             for rank, reading in enumerate(readings)
         )
         diagnosis = judge(self._job(ranks), AGREEMENT_RULES)
-        is_error, is_first = data.on_uneven == "raise", loader.name not in self._reported
-        self._reported.add(loader.name)
-        folder = self._write(diagnosis, is_refused=is_error) if is_first else ""
-        if is_first:
+        is_error, folder = data.on_uneven == "raise", ""
+        if loader.name not in self._reported:
+            self._reported.add(loader.name)
+            folder = self._write(diagnosis, is_refused=is_error)
             self._incidents.note(diagnosis.job.incident.number)
-        if not is_error and is_first and self._identity.rank == 0:
-            self._say(render_short(diagnosis))
+            if not is_error and self._identity.rank == 0:
+                self._say(render_short(diagnosis))
         return UnevenDataError(render_mismatch(diagnosis), findings=diagnosis.findings, report_folder=folder)
 
     def first_batches(self, data: DataFacts, loader: LoaderFacts, votes: Votes, *digests: int) -> None:
@@ -142,10 +147,10 @@ class Agreement:
         data = [facts.data for facts in ranks if facts.data is not None]
         if len(data) < len(ranks):
             return Agreed()  # the rank that takes no part has reported why
+        is_complete = len(ranks) == self._world_size
         job = self._job(ranks)
         diagnosis = judge(job, AGREEMENT_RULES)
-        ends = epoch_ends(data) if self._is_complete(ranks) else ()
-        if any(is_refused(finding, job) for finding in diagnosis.findings) and self._is_complete(ranks):
+        if is_complete and any(is_refused(finding, job) for finding in diagnosis.findings):
             diagnosis = _with_way_on(_with_place(diagnosis, made_at))
             folder = self._write(diagnosis, is_refused=True)
             return Agreed(
@@ -155,11 +160,12 @@ class Agreement:
                 folder=folder,
                 incident=diagnosis.job.incident.number,
             )
-        incident = self._warn(diagnosis, made_at) if diagnosis.findings else 0
-        return Agreed(complete=self._is_complete(ranks), findings=diagnosis.findings, incident=incident, ends=ends)
-
-    def _is_complete(self, ranks: tuple[RankFacts, ...]) -> bool:
-        return len(ranks) == self._world_size and all(facts.data is not None for facts in ranks)
+        return Agreed(
+            complete=is_complete,
+            findings=diagnosis.findings,
+            incident=self._warn(diagnosis, made_at) if diagnosis.findings else 0,
+            ends=epoch_ends(data) if is_complete else (),
+        )
 
     def _warn(self, diagnosis: Diagnosis, made_at: Callable[[], str]) -> int:
         """Warns once, even where every epoch creates new loaders whose data differs in another way.

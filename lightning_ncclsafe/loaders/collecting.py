@@ -18,7 +18,6 @@ from lightning_ncclsafe.loaders.agreement import Agreement
 from lightning_ncclsafe.loaders.iteration import Begin, Iterate, LoaderProxy, ReplacedIteration, replaceable
 from lightning_ncclsafe.loaders.lockstep import BatchesRead, Lockstep, until
 from lightning_ncclsafe.loaders.tuning.tuner import Tuner, Tuning
-from lightning_ncclsafe.probes.data.fingerprints import digest_of_batch
 from lightning_ncclsafe.probes.data.loaders import loader_facts
 from lightning_ncclsafe.probes.data.made_at import data_made_at
 from lightning_ncclsafe.probes.data.random_state import random_states
@@ -228,11 +227,11 @@ class LoaderCollector:
             self._on_stage(stage)
             agreed = self._agreed(stage)
             for index, tuning in enumerate(self._tunings(stage)):
-                iteration = agreed.get(index)
-                if iteration is not None or tuning is not None:
-                    self._replace(stage, index, iteration or _Iteration(), tuning)
+                end, iterate = agreed.get(index, (EpochEnd(), None))
+                if iterate is not None or tuning is not None:
+                    self._replace(stage, index, end, iterate, tuning)
 
-    def _agreed(self, stage: Stage) -> dict[int, "_Iteration"]:
+    def _agreed(self, stage: Stage) -> dict[int, tuple[EpochEnd, Iterate]]:
         """Agrees with the other ranks on how to iterate the loaders that would not end together, by index.
 
         Raises:
@@ -244,11 +243,14 @@ class LoaderCollector:
         data = stage.facts(self._trainer, self._strategy, self._settings)
         ends = agreement.compare(data, partial(data_made_at, stage.source, stage.name))
         self._make_votes(agreement, {end.looks_ahead for end in ends if end.votes})
-        return {
-            index: self._iteration(agreement, end, stage, index, data)
-            for index, end in enumerate(ends)
-            if not end.changes_nothing and (end.looks_ahead in self._votes or not end.votes)
-        }
+        agreed: dict[int, tuple[EpochEnd, Iterate]] = {}
+        for index, end in enumerate(ends):
+            facts = data.loaders[index]
+            if not end.votes and not end.changes_nothing:
+                agreed[index] = end, _counting(agreement, end, facts, data)
+            elif end.votes and end.looks_ahead in self._votes:
+                agreed[index] = end, self._voting(agreement, end, facts, data, stage.most_batches(self._trainer))
+        return agreed
 
     def _tunings(self, stage: Stage) -> list[Tuning | None]:
         tuner, self._tuner = self._tuner, None
@@ -262,17 +264,14 @@ class LoaderCollector:
         self._tuner = tuner
         return tunings
 
-    def _replace(self, stage: Stage, index: int, iteration: "_Iteration", tuning: Tuning | None) -> None:
-        def iterate(begin: Begin) -> Any:
+    def _replace(self, stage: Stage, index: int, end: EpochEnd, iterate: Iterate | None, tuning: Tuning | None) -> None:
+        def begin_epoch(begin: Begin) -> Any:
             with OwnWork():
-                return iteration.iterate(begin if tuning is None else partial(tuning, begin))
+                tuned = begin if tuning is None else partial(tuning, begin)
+                return tuned() if iterate is None else iterate(tuned)
 
-        replaced = ReplacedIteration(
-            stage.loaders[index],
-            iterate,
-            length=iteration.length,
-            hides_length=iteration.hides_length,
-        )
+        loader = stage.loaders[index]
+        replaced = ReplacedIteration(loader, begin_epoch, length=end.length, hides_length=end.hides_length)
         self._replaced.setdefault(stage.name, []).append(replaced)
 
     def _make_votes(self, agreement: Agreement, wanted: set[bool]) -> None:
@@ -313,16 +312,6 @@ class LoaderCollector:
                 if self._agreement is not None:
                     self._agreement.withdraw()
 
-    def _iteration(
-        self, agreement: Agreement, end: EpochEnd, stage: Stage, index: int, data: DataFacts
-    ) -> "_Iteration":
-        facts = data.loaders[index]
-        if end.votes:
-            iterate = self._voting(agreement, end, facts, data, stage.most_batches(self._trainer))
-        else:
-            iterate = _counting(agreement, end, facts, data)
-        return _Iteration(iterate=iterate, length=end.length, hides_length=end.hides_length)
-
     def _release(self, stage: str, loader: Any = None) -> None:
         """Restores the loaders that a stage had before, or one of them."""
         for replaced in self._replaced.pop(stage, []):
@@ -345,26 +334,9 @@ class LoaderCollector:
             compare = first.pop() if first else None
             on_uneven = self._settings.on_uneven
             called = partial(process_groups.calls_besides, VOTE_GROUPS) if end.ends_independently else None
-            return Lockstep(
-                begin, votes, on_uneven, report, compare, digest_of_batch, looks_ahead=ahead, most=most, called=called
-            )
+            return Lockstep(begin, votes, on_uneven, report, compare, looks_ahead=ahead, most=most, called=called)
 
         return iterate
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Iteration:
-    """How one loader is iterated.
-
-    Attributes:
-        iterate: Creates its iterators, from a function that begins the loader's own.
-        length: The length that others see; None for its own.
-        hides_length: Whether others see none.
-    """
-
-    iterate: Iterate = lambda begin: begin()
-    length: int | None = None
-    hides_length: bool = False
 
 
 def _counting(agreement: Agreement, end: EpochEnd, facts: LoaderFacts, data: DataFacts) -> Iterate:

@@ -11,7 +11,7 @@ Begin = Callable[[], Iterator[Any]]
 Iterate = Callable[[Begin], Iterator[Any]]
 
 
-class ReplacedIteration:
+class ReplacedIteration(ReplacedClass):
     """A loader whose iteration is replaced until :meth:`restore`.
 
     Users, Lightning and PyTorch ask ``isinstance(loader, DataLoader)``, so the object stays what it is: its class
@@ -33,11 +33,7 @@ class ReplacedIteration:
         methods: dict[str, Any] = {"__iter__": _iter_method(type(loader), iterate)}
         if hides_length or length is not None:
             methods["__len__"] = _len_method(type(loader), None if hides_length else length)
-        self._replaced = ReplacedClass(loader, methods)
-
-    def restore(self) -> None:
-        """Restores the loader."""
-        self._replaced.restore()
+        super().__init__(loader, methods)
 
 
 def replaceable(loader: Any) -> Any:

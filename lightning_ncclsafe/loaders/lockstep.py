@@ -9,21 +9,12 @@ data; they would wait in the next all-reduce anyway.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from enum import IntFlag
 from itertools import islice
 from typing import Any, Protocol
 
 from lightning_ncclsafe.loaders.iteration import Begin
+from lightning_ncclsafe.probes.data.fingerprints import digest_of_batch
 from lightning_ncclsafe.settings import OnUneven
-
-
-class Flag(IntFlag):
-    """Flags of a vote; the outcome has those that any rank has set."""
-
-    ENDED = 1
-    """It has no next batch."""
-    GOES_ON = 2
-    """It has one that it has not read before in this pass."""
 
 
 class Votes(Protocol):
@@ -36,8 +27,8 @@ class Votes(Protocol):
         """The values of every rank, by rank."""
 
 
-# Plain integers, as they are used before every batch.
-_ENDED, _GOES_ON = int(Flag.ENDED), int(Flag.GOES_ON)
+# Flags of a vote: a rank has no next batch, or one that it has not read before in this pass.
+_ENDED, _GOES_ON = 1, 2
 # Lightning reads one batch ahead: it reduces the results of the previous loader once two batches of this one are
 # fetched.
 _STEADY = 2
@@ -66,7 +57,6 @@ class Lockstep:
         report: Called on all ranks when that happens, with what each rank has read; its result is raised if
             ``on_uneven`` is ``"raise"``.
         compare: Called on all ranks once each has two batches, with a digest of each; None for no comparison.
-        digest: Computes the digest of a batch.
         looks_ahead: Whether each batch is fetched when the previous one is handed out; the same on all ranks.
         most: Number of batches after which Lightning asks for no more; None if unknown. Nothing beyond it is fetched
             ahead.
@@ -82,7 +72,6 @@ class Lockstep:
         on_uneven: OnUneven,
         report: Callable[[list[BatchesRead]], Exception],
         compare: Callable[[int, int], None] | None = None,
-        digest: Callable[[Any], int] = hash,
         *,
         looks_ahead: bool = False,
         most: int | None = None,
@@ -93,7 +82,6 @@ class Lockstep:
         self._on_uneven = on_uneven
         self._report = report
         self._compare = compare
-        self._digest = digest
         self._digests: list[int] = []
         self._looks_ahead = looks_ahead
         self._most = most
@@ -149,7 +137,7 @@ class Lockstep:
         except Exception as error:
             self._error = error
         if self._compare is not None and self._next is not None:
-            self._digests.append(self._digest(self._next[0]))
+            self._digests.append(digest_of_batch(self._next[0]))
         self._vote = self._votes.start(_ENDED if self._ended else _GOES_ON)
 
     def _all_go_on(self) -> bool:
