@@ -85,12 +85,6 @@ def group_settings(optimizer: Any) -> list[dict[str, Any]]:
     ]
 
 
-def loader_states(trainer: Any) -> list[Any]:
-    """The states of those training loaders that have one."""
-    loader = trainer.fit_loop._combined_loader
-    return loader._state_dicts() if loader is not None else []
-
-
 def small_states(trainer: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Functions that copy small states: of each callback, by its key, and of the datamodule, under an empty key."""
     owners = [(callback.state_key, callback) for callback in trainer.callbacks]

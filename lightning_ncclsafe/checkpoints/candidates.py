@@ -1,11 +1,11 @@
 """Which ranks save a run that is being ended: the same answer on every rank."""
 
-import json
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from lightning_ncclsafe.checkpoints.boundary import NO_STEP
 from lightning_ncclsafe.exchange import Exchange, poll_interval_s, wait_for_keys
+from lightning_ncclsafe.facts import codec
 from lightning_ncclsafe.rules.kit.wording import ranks_words
 
 _ORDER = "checkpoint/order"
@@ -37,16 +37,9 @@ def publish_shard(exchange: Exchange, rank: int, shard: str) -> None:
     exchange.set(_shard_key(rank), shard.encode())
 
 
-def published_shards(exchange: Exchange, world_size: int) -> list[str]:
-    """Which shard of the model each rank has; a rank that never published it counts as having a unique one."""
-    keys = [_shard_key(rank) for rank in range(world_size)]
-    found = exchange.get_many(keys)
-    return [found[key].decode() if key in found else key for key in keys]
-
-
 def agree_on_savers(
     exchange: Exchange, own: Candidate, world_size: int, *, is_split: bool, deadline_s: float
-) -> tuple[list[Candidate], str]:
+) -> tuple[Sequence[Candidate], str]:
     """Publishes what this rank can save, and waits for what the others can.
 
     Args:
@@ -59,20 +52,24 @@ def agree_on_savers(
     Raises:
         ExchangeError: If the exchange does not answer.
     """
-    exchange.set(_candidate_key(own.rank), json.dumps(asdict(own)).encode())
+    exchange.set(_candidate_key(own.rank), codec.encode(own))
     found = wait_for_keys(
         exchange,
-        [_candidate_key(rank) for rank in range(world_size)],
+        map(_candidate_key, range(world_size)),
         deadline_s=deadline_s,
         poll_s=poll_interval_s(world_size),
         give_up=lambda: _ORDER in exchange.get_many([_ORDER]),
     )
-    candidates = sorted((Candidate(**json.loads(each)) for each in found.values()), key=lambda each: each.rank)
-    shard_of = published_shards(exchange, world_size) if is_split else [""] * world_size
-    order = [asdict(each) for each in savers(candidates, {*shard_of})]
-    agreed = json.loads(exchange.set_if_absent(_ORDER, json.dumps(order).encode()))
+    candidates = sorted((codec.decode(Candidate, each) for each in found.values()), key=lambda each: each.rank)
+    shard_of = [""] * world_size
+    if is_split:
+        published = exchange.get_many(map(_shard_key, range(world_size)))
+        # A rank that never published its shard counts as having a unique one.
+        shard_of = [published.get(key, key.encode()).decode() for key in map(_shard_key, range(world_size))]
+    order = savers(candidates, {*shard_of})
+    agreed = codec.decode(tuple[Candidate, ...], exchange.set_if_absent(_ORDER, codec.encode(order)))
     why = why_none(candidates, shard_of) if any(each.why != NO_STEP for each in candidates) and not agreed else ""
-    return [Candidate(**each) for each in agreed], why
+    return agreed, why
 
 
 def _candidate_key(rank: int) -> str:

@@ -40,28 +40,19 @@ _SEEN_S = 3.0
 _MOST_NAMESAKES = 1000
 
 
-def name_of(epoch: int, step: int, version: int = 0) -> str:
-    """The name of a checkpoint.
-
-    Args:
-        version: 0, unless the name is taken.
-    """
-    return f"just-in-time-epoch={epoch}-step={step}{f'-v{version}' if version else ''}.ckpt"
-
-
 class CheckpointFolder:
     """Writes checkpoints into one folder.
 
     Args:
         path: The folder; made when the first one is written.
         keep: Most checkpoints of one run in it.
-        is_mine: Whether a checkpoint is of this run, according to its entry under :data:`KEY`.
+        run: The run, as the entries of its checkpoints under :data:`KEY` have it.
     """
 
-    def __init__(self, path: Path, *, keep: int, is_mine: Callable[[Any], bool]) -> None:
+    def __init__(self, path: Path, *, keep: int, run: str) -> None:
         self.path = path
         self._keep = keep
-        self._is_mine = is_mine
+        self._run = run
 
     def write(self, epoch: int, step: int, write: Callable[[BinaryIO], None], may_finish: Callable[[], None]) -> Path:
         """Writes a checkpoint to a temporary file, syncs it, reads it back, and only then renames it.
@@ -80,12 +71,10 @@ class CheckpointFolder:
         try:
             read_back(partial, write_synced(partial, write))
             may_finish()
-            path = self._give_name(partial, epoch, step)
+            return self._finish(partial, epoch, step)
         finally:
             with suppress(OSError):
                 partial.unlink(missing_ok=True)
-        self._after(path)
-        return path
 
     def begin_together(self) -> Path:
         """Makes the folder that several ranks write one checkpoint to; :meth:`finish_together` completes it.
@@ -123,13 +112,7 @@ class CheckpointFolder:
         """
         check_lengths(partial, files)
         _sync(partial)
-        path = self._give_name(partial, epoch, step)
-        self._after(path)
-        return path
-
-    def abandon(self, partial: Path) -> None:
-        """Removes a folder that was never completed."""
-        shutil.rmtree(partial, ignore_errors=True)
+        return self._finish(partial, epoch, step)
 
     def _partial(self) -> Path:
         """A temporary name for an incomplete checkpoint."""
@@ -137,19 +120,16 @@ class CheckpointFolder:
         self._clear_left_behind()
         return self.path / _PARTIAL.format(host=_here(), pid=os.getpid(), id=uuid.uuid4().hex)
 
-    def _give_name(self, partial: Path, epoch: int, step: int) -> Path:
-        take = _take_folders_name if partial.is_dir() else _take_files_name
+    def _finish(self, partial: Path, epoch: int, step: int) -> Path:
         for version in range(_MOST_NAMESAKES):
-            path = self.path / name_of(epoch, step, version)
-            if take(partial, path):
+            path = self.path / f"just-in-time-epoch={epoch}-step={step}{f'-v{version}' if version else ''}.ckpt"
+            if _take_name(partial, path):
+                _sync(self.path)
+                # The checkpoint is complete; the rest may fail.
+                with suppress(Exception):
+                    self._remove_older(path)
                 return path
         raise FileExistsError(f"{self.path} has {_MOST_NAMESAKES} checkpoints of step {step}")
-
-    def _after(self, path: Path) -> None:
-        _sync(self.path)
-        # The checkpoint is complete; the rest may fail.
-        with suppress(Exception):
-            self._remove_older(path)
 
     def _remove_older(self, newest: Path) -> None:
         """Removes older checkpoints of this run, but none of other runs, and none that cannot be read."""
@@ -158,12 +138,9 @@ class CheckpointFolder:
             key=lambda path: path.stat().st_mtime_ns,
             reverse=True,
         )
-        for path in [path for path in others if self._is_mine(own_part(path))][self._keep - 1 :]:
-            if path.is_dir():
-                # Renamed first, so that half a checkpoint never has its name.
-                shutil.rmtree(path.rename(self._partial()), ignore_errors=True)
-            else:
-                path.unlink(missing_ok=True)
+        for path in [path for path in others if own_part(path).get("run") == self._run][self._keep - 1 :]:
+            # Renamed first, so that half a checkpoint never has its name.
+            _remove(path.rename(self._partial()) if path.is_dir() else path)
 
     def _clear_left_behind(self) -> None:
         """Removes temporary files of ended processes of this host, and old ones of any process."""
@@ -173,10 +150,7 @@ class CheckpointFolder:
                     continue
                 has_ended = found["host"] == _here() and not psutil.pid_exists(int(found["pid"]))
                 if has_ended or time.time() - path.stat().st_mtime > _OLD_S:
-                    if path.is_dir():
-                        shutil.rmtree(path, ignore_errors=True)
-                    else:
-                        path.unlink(missing_ok=True)
+                    _remove(path)
 
 
 def _here() -> str:
@@ -188,33 +162,34 @@ def _here() -> str:
     return f"{socket.gethostname().replace('@', '')}-{space}"
 
 
-def _take_files_name(partial: Path, path: Path) -> bool:
-    """Renames a file unless the name is taken; returns whether it did."""
-    try:
-        # Unlike a rename, a hard link fails where the name is taken, on NFS as well.
-        os.link(partial, path)
-    except FileExistsError:
-        return False
-    except OSError:
-        # The file system has no hard links.
-        if path.exists():
+def _take_name(partial: Path, path: Path) -> bool:
+    """Renames a file or a folder unless the name is taken; returns whether it did."""
+    if not partial.is_dir():
+        try:
+            # Unlike a rename, a hard link fails where the name is taken, on NFS as well.
+            os.link(partial, path)
+            return True
+        except FileExistsError:
             return False
-        partial.rename(path)
-    return True
-
-
-def _take_folders_name(partial: Path, path: Path) -> bool:
-    """Renames a folder unless the name is taken; returns whether it did."""
+        except OSError:
+            pass  # the file system has no hard links
     if path.exists():
         return False
     try:
-        # Fails if there is a file, or a folder that is not empty.
+        # For a folder, fails if there is a file, or a folder that is not empty.
         partial.rename(path)
     except OSError:
         if path.exists():
             return False
         raise
     return True
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def write_synced(path: Path, write: Callable[[BinaryIO], object]) -> int:
@@ -255,8 +230,7 @@ def _sync(folder: Path) -> None:
 
 def files_of(folder: Path) -> dict[str, int]:
     """The files of a checkpoint that is a folder, with their lengths, if our entry in it lists them."""
-    own = own_part(folder)
-    files = own.get("files") if isinstance(own, dict) else None
+    files = own_part(folder).get("files")
     return {str(name): size for name, size in files.items()} if isinstance(files, dict) else {}
 
 
@@ -284,18 +258,23 @@ def read_back(path: Path, size: int) -> None:
         raise OSError(f"what was written cannot be read: {error}") from error
 
 
-def own_part(path: Path) -> Any:
-    """The entry of a checkpoint under :data:`KEY`; None if it cannot be read. Tensors are not read."""
+def own_part(checkpoint: Path | Mapping[str, Any]) -> dict[str, Any]:
+    """The entry of a checkpoint under :data:`KEY`, given its path or its contents; empty if there is none to read.
+
+    Tensors are not read.
+    """
     with suppress(Exception):
-        found = tensors.load_outline(path / REST if path.is_dir() else path)
-        return found.get(KEY) if isinstance(found, dict) else None
-    return None
+        content: Any = checkpoint
+        if isinstance(checkpoint, Path):
+            content = tensors.load_outline(checkpoint / REST if checkpoint.is_dir() else checkpoint)
+        part = content[KEY]
+        return part if isinstance(part, dict) else {}
+    return {}
 
 
 def job_of(checkpoint: Path | Mapping[str, Any]) -> str:
     """The job that saved a checkpoint, given by its path or its contents, in words; empty if unknown."""
-    part = own_part(checkpoint) if isinstance(checkpoint, Path) else checkpoint.get(KEY)
-    job = part.get("job") if isinstance(part, Mapping) else ""
+    job = own_part(checkpoint).get("job")
     return job if isinstance(job, str) else ""
 
 

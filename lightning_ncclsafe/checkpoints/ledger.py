@@ -20,7 +20,6 @@ from lightning_ncclsafe.checkpoints.boundary import (
     LoopCounters,
     NotProvenError,
     group_settings,
-    loader_states,
     small_states,
 )
 from lightning_ncclsafe.checkpoints.weights import WatchedParameter, WatchedWeights
@@ -214,7 +213,8 @@ class StepLedger:
         if is_over:
             boundary.position = position.capture(trainer)
             boundary.states = {key: copy_state() for key, copy_state in self._small_states.items()}
-            boundary.loaders = loader_states(trainer)
+            loader = trainer.fit_loop._combined_loader
+            boundary.loaders = loader._state_dicts() if loader is not None else []
         if is_over and validates:
             boundary.largest = self.weights.largest()
         self.weights.copy_buffers()

@@ -94,12 +94,8 @@ def _clear() -> None:
                 path.unlink()
 
 
-def read_position(path: Path, step: int | None = None) -> dict[str, Any] | None:
-    """The last complete position that a rank has written; None if there is none.
-
-    Args:
-        step: The optimizer step that the position must follow; None for any.
-    """
+def read_position(path: Path, step: int) -> dict[str, Any] | None:
+    """The last complete position that a rank has written after an optimizer step; None if there is none."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         with os.fdopen(handle, "rb") as file:
@@ -115,12 +111,10 @@ def read_position(path: Path, step: int | None = None) -> dict[str, Any] | None:
             if number and len(body) == length and zlib.crc32(body) == checksum:
                 found.append((number, body))
     for _, body in sorted(found, reverse=True):
-        try:
+        with suppress(ValueError, TypeError, KeyError, IndexError, RecursionError, struct.error):
             position = unpacked(body)
-        except (ValueError, TypeError, KeyError, IndexError, RecursionError, struct.error):
-            position = None
-        if step is None or (isinstance(position, dict) and position.get("step") == step):
-            return position if isinstance(position, dict) else None
+            if isinstance(position, dict) and position.pop("step", None) == step:
+                return position
     return None
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_ncclsafe.checkpoints.finding import agree_on_newest, why_unfit
-from lightning_ncclsafe.checkpoints.folder import KEY, job_of, paths_of
+from lightning_ncclsafe.checkpoints.folder import KEY, job_of, own_part, paths_of
 from lightning_ncclsafe.checkpoints.position import DataPosition
 from lightning_ncclsafe.checkpoints.position_file import PositionFile, read_position
 from lightning_ncclsafe.code.patching import WrappedMethod
@@ -66,7 +66,7 @@ class Resuming:
     def positions_in_files(self, ranks: Iterable[int], step: int) -> dict[int, dict[str, Any]]:
         """The positions of silent ranks of this host, if they follow this optimizer step."""
         found = {rank: read_position(self._files[rank], step) for rank in ranks if rank in self._files}
-        return {rank: one for rank, one in found.items() if one is not None and one.pop("step", None) == step}
+        return {rank: position for rank, position in found.items() if position is not None}
 
     def attach(self) -> None:
         """Wraps how Lightning finds its checkpoint, until :meth:`detach`; only for ``fit``."""
@@ -141,8 +141,7 @@ class Resuming:
 
     def _positions_in(self, loaded: Mapping[str, Any]) -> list[Mapping[str, Any] | None]:
         """The positions of all ranks; None for each rank without one, or if the world size has changed."""
-        ours = loaded.get(KEY)
-        ours = ours if isinstance(ours, Mapping) else {}
+        ours = own_part(loaded)
         positions = ours.get("positions")
         if not isinstance(positions, Mapping) or ours.get("world_size") != self._world_size:
             return [None] * self._world_size

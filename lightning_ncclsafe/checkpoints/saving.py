@@ -6,7 +6,6 @@ limit, and a wrong decision does no harm: each rank writes to its own temporary 
 """
 
 import io
-import json
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,7 +21,7 @@ from lightning_ncclsafe.checkpoints.candidates import Candidate, agree_on_savers
 from lightning_ncclsafe.checkpoints.contents import contents
 from lightning_ncclsafe.checkpoints.folder import KEY, CheckpointFolder
 from lightning_ncclsafe.checkpoints.ledger import StepLedger
-from lightning_ncclsafe.checkpoints.sharded_save import ShardedSave
+from lightning_ncclsafe.checkpoints.sharded_save import ShardedSave, failure_words
 from lightning_ncclsafe.checkpoints.shards import OwnShard
 from lightning_ncclsafe.code.marks import Mark, marked
 from lightning_ncclsafe.exchange import Exchange, ExchangeError, comes_first, poll_interval_s, wait_for, wait_for_keys
@@ -75,11 +74,11 @@ class Saver:
         weights: Callable[[], Mapping[str, Any]],
         rank: int,
         world_size: int,
-        exchange: Callable[[], Exchange],
+        exchange: Exchange,
         shard: OwnShard | None = None,
         last_save_s: Callable[[], float] = lambda: 0.0,
         last_path: Callable[[], str] = lambda: "",
-        left_behind: Callable[[Iterable[int], int], Mapping[int, Any]] = lambda ranks, step: {},
+        left_behind: Callable[[Iterable[int], int], dict[int, Any]] = lambda ranks, step: {},
         say: Callable[[str], None] = say_on_stderr,
     ) -> None:
         self._trainer = trainer
@@ -101,7 +100,7 @@ class Saver:
         self._is_left = threading.Event()
         # All ranks run now; at the end, some may not.
         if shard is not None and not shard.why_unread:
-            publish_shard(exchange(), rank, shard.layout)
+            publish_shard(exchange, rank, shard.layout)
 
     def begin(
         self, cause: str, *, budget_s: float, raised: bool = False, finally_do: Callable[[], None] = lambda: None
@@ -126,7 +125,7 @@ class Saver:
                 with tensors.beside_others(self._trainer.strategy.root_device) if is_on_device else nullcontext():
                     self._take_part(cause, raised)
             except Exception as error:  # the run ends in any case
-                self._say(f"rank {self._rank} cannot save a checkpoint: {_words(error)}")
+                self._say(f"rank {self._rank} cannot save a checkpoint: {failure_words(error)}")
             finally:
                 self._is_over.set()
                 with suppress(Exception):
@@ -151,15 +150,15 @@ class Saver:
                 break
             with self._lock:
                 is_first, self._is_abandoned = not self._is_abandoned, True
-            if is_first and not is_saved and comes_first(self._exchange(), "checkpoint/said", self._rank):
+            if is_first and not is_saved and comes_first(self._exchange, "checkpoint/said", self._rank):
                 self._say_unsaved("no checkpoint was saved: no time was left")
             return
         self._is_left.wait(_RESERVE_S + max(0.0, self._left_s()))
 
     def _is_saved_elsewhere(self) -> bool:
-        keys = [f"checkpoint/outcome/{number}" for number in range(min(self._world_size, _MOST_TRIED))]
+        keys = [_outcome_key(number) for number in range(min(self._world_size, _MOST_TRIED))]
         with suppress(ExchangeError):
-            return any(json.loads(outcome)[0] for outcome in self._exchange().get_many(keys).values())
+            return any(self._exchange.get_many(keys).values())
         return False
 
     @property
@@ -172,9 +171,8 @@ class Saver:
 
     def _take_part(self, cause: str, raised: bool) -> None:
         boundary, candidate = self._own_candidate(raised)
-        exchange = self._exchange()
         try:
-            order = self._agree(exchange, candidate, boundary)
+            order = self._agree(candidate, boundary)
         except ExchangeError:
             # Each rank saves on its own; they do not overwrite each other.
             order = [] if self._shard is not None else savers([candidate])
@@ -182,25 +180,22 @@ class Saver:
                 why = "each rank has only a shard of the model, and this one cannot reach the others"
                 self._say_unsaved(f"rank {self._rank} saved no checkpoint: {why}")
         if self._shard is not None:
-            self._save_together(exchange, boundary, order, cause)
+            self._save_together(boundary, order, cause)
             return
         for number, saver in enumerate(order):
             if saver.rank == self._rank and boundary is not None:
-                path, why = self._save_alone(exchange, boundary, order, cause)
-                with suppress(ExchangeError):
-                    exchange.set(f"checkpoint/outcome/{number}", json.dumps([path, why]).encode())
+                is_saved = self._save_alone(boundary, order, cause)
+                self._publish_outcome(number, is_saved)
             else:
-                path, why = self._await_outcome(exchange, number, is_last=number == len(order) - 1)
-            if path:
+                is_saved = self._await_outcome(number, is_last=number == len(order) - 1)
+            if is_saved:
                 return
 
     def _own_candidate(self, raised: bool) -> tuple[Boundary | None, Candidate]:
         try:
             if self._shard is not None and self._shard.why_unread:
                 raise NotProvenError(self._shard.why_unread)
-            # A main thread that is in a step will soon wait.
-            wait_for(lambda: not self._ledger.is_in_step, deadline_s=_STEP_S)
-            boundary = self._ledger.newest()
+            boundary = self._newest()
         except NotProvenError as error:
             return None, Candidate(rank=self._rank, raised=raised, why=str(error))
         shard = self._shard.layout if self._shard is not None else ""
@@ -208,43 +203,49 @@ class Saver:
             rank=self._rank, step=boundary.step, validates=boundary.validates, raised=raised, shard=shard
         )
 
-    def _agree(self, exchange: Exchange, candidate: Candidate, boundary: Boundary | None) -> list[Candidate]:
+    def _newest(self) -> Boundary:
+        # A main thread that is in a step will soon wait.
+        wait_for(lambda: not self._ledger.is_in_step, deadline_s=_STEP_S)
+        return self._ledger.newest()
+
+    def _agree(self, candidate: Candidate, boundary: Boundary | None) -> Sequence[Candidate]:
         """Publishes what this rank can save; returns the ranks that try, the same on all ranks."""
         if boundary is not None and self._world_size > 1:
             packed = io.BytesIO()
             tensors.save(self._own_position(boundary), packed)
-            exchange.set(f"checkpoint/position/{self._rank}", packed.getvalue())
+            self._exchange.set(f"checkpoint/position/{self._rank}", packed.getvalue())
         is_split = self._shard is not None
         deadline_s = min(_AGREE_S + self._world_size / 1000, self._left_s() / 3)
         if is_split:
             # Without one rank's shard, the others' are useless: waiting longer is worth it.
             deadline_s = self._left_s() * _WORTH
         order, why_none = agree_on_savers(
-            exchange, candidate, self._world_size, is_split=is_split, deadline_s=deadline_s
+            self._exchange, candidate, self._world_size, is_split=is_split, deadline_s=deadline_s
         )
-        if why_none and comes_first(exchange, "checkpoint/said", self._rank):
+        if why_none and comes_first(self._exchange, "checkpoint/said", self._rank):
             self._say_unsaved(f"no checkpoint was saved: {why_none}")
         return order
 
-    def _await_outcome(self, exchange: Exchange, number: int, *, is_last: bool) -> tuple[str, str]:
-        """The outcome of another rank's attempt; waits half of the time, as that rank may have ended."""
-        key = f"checkpoint/outcome/{number}"
+    def _await_outcome(self, number: int, *, is_last: bool) -> bool:
+        """Whether another rank has saved; waits half of the time, as that rank may have ended."""
+        key = _outcome_key(number)
         with suppress(ExchangeError):
-            found = wait_for_keys(exchange, [key], deadline_s=self._left_s() * (1.0 if is_last else 0.5))
-            if key in found:
-                path, why = json.loads(found[key])
-                return str(path), str(why)
-        return "", "no answer"
+            found = wait_for_keys(self._exchange, [key], deadline_s=self._left_s() * (1.0 if is_last else 0.5))
+            return bool(found.get(key))
+        return False
 
-    def _save_alone(
-        self, exchange: Exchange, boundary: Boundary, order: Sequence[Candidate], cause: str
-    ) -> tuple[str, str]:
+    def _publish_outcome(self, number: int, is_saved: bool) -> None:
+        with suppress(ExchangeError):
+            self._exchange.set(_outcome_key(number), b"saved" if is_saved else b"")
+
+    def _save_alone(self, boundary: Boundary, order: Sequence[Candidate], cause: str) -> bool:
+        """Returns whether it has saved."""
         began = time.monotonic()
         try:
             self._check_time()
             while True:
                 try:
-                    path = self._write(exchange, boundary, order, cause)
+                    path = self._write(boundary, order, cause)
                     break
                 except NotProvenError:
                     newer = self._newer(boundary)
@@ -252,22 +253,22 @@ class Saver:
                         raise
                     boundary = newer
         except Exception as error:
-            why = _words(error)
             if not self._is_abandoned:
-                self._say_unsaved(f"rank {self._rank} saved no checkpoint of step {boundary.step}: {why}")
-            return "", why
+                self._say_unsaved(
+                    f"rank {self._rank} saved no checkpoint of step {boundary.step}: {failure_words(error)}"
+                )
+            return False
         self._say(
             f"rank {self._rank} saved the state after step {boundary.step} in {time.monotonic() - began:.1f} s: {path}"
         )
-        return str(path), ""
+        return True
 
     def _newer(self, than: Boundary) -> Boundary | None:
         """A newer boundary, if there is one: on SIGTERM, training continues to the batch at which all ranks stop."""
         if self._left_s() <= _RESERVE_S or self._is_abandoned:
             return None
         with suppress(NotProvenError):
-            wait_for(lambda: not self._ledger.is_in_step, deadline_s=_STEP_S)
-            boundary = self._ledger.newest()
+            boundary = self._newest()
             return boundary if boundary is not than else None
         return None
 
@@ -276,49 +277,47 @@ class Saver:
         if expected_s and expected_s > self._left_s() - _RESERVE_S:
             raise TimeoutError(f"the last one took {expected_s:.0f} s, and {self._left_s():.0f} s are left")
 
-    def _save_together(
-        self, exchange: Exchange, boundary: Boundary | None, order: Sequence[Candidate], cause: str
-    ) -> None:
+    def _save_together(self, boundary: Boundary | None, order: Sequence[Candidate], cause: str) -> None:
         """Each shard of the model is written by one rank; the first of them makes one checkpoint of all."""
         ranks = writers(order)
         if not ranks or boundary is None or self._shard is None:
             return
         began = time.monotonic()
         together = ShardedSave(
-            exchange,
-            self._folder(self._run_of_all(exchange)),
+            self._exchange,
+            self._folder(self._run_of_all()),
+            self._ledger,
+            boundary,
             self._rank,
             ranks,
-            is_on_device=self._ledger.is_on_device,
             left_s=lambda: self._left_s() - _RESERVE_S,
-            check=lambda: self._ledger.check(boundary),
             may_finish=self._check_not_abandoned,
         )
         if self._rank != ranks[0]:
             if self._rank in ranks:
-                together.follow(lambda: self._state_and_rest(boundary)[0], _words)
-            self._await_outcome(exchange, 0, is_last=True)
+                together.follow(lambda: self._state_and_rest(boundary)[0])
+            self._await_outcome(0, is_last=True)
             return
-        path, why = "", ""
+        is_saved = False
         try:
             self._check_time()
 
             def whole() -> tuple[dict[str, Any], dict[str, Any]]:
                 state, rest = self._state_and_rest(boundary)
-                return state, rest | {KEY: self._own_part(exchange, boundary, order, cause)}
+                return state, rest | {KEY: self._own_part(boundary, order, cause)}
 
-            path = str(together.lead(whole, boundary))
+            path = together.lead(whole)
+            is_saved = True
             took_s = time.monotonic() - began
             who = ranks_words(sorted(ranks))
             self._say(f"{who} saved the state after step {boundary.step} together in {took_s:.1f} s: {path}")
         except Exception as error:
-            why = _words(error)
             if not self._is_abandoned:
-                self._say_unsaved(f"no checkpoint of step {boundary.step} was saved: {why}")
+                self._say_unsaved(f"no checkpoint of step {boundary.step} was saved: {failure_words(error)}")
         finally:
             with suppress(ExchangeError):
                 together.call_off()
-                exchange.set("checkpoint/outcome/0", json.dumps([path, why]).encode())
+            self._publish_outcome(0, is_saved)
 
     def _state_and_rest(self, boundary: Boundary) -> tuple[dict[str, Any], dict[str, Any]]:
         """This rank's part of the sharded state, and the rest, as Lightning separates them."""
@@ -328,30 +327,24 @@ class Saver:
         state = {self._shard.model_key: made.pop("state_dict")}
         return state | {f"optimizer_{number}": state for number, state in optimizers}, made
 
-    def _own_part(
-        self, exchange: Exchange, boundary: Boundary, order: Sequence[Candidate], cause: str
-    ) -> dict[str, Any]:
+    def _own_part(self, boundary: Boundary, order: Sequence[Candidate], cause: str) -> dict[str, Any]:
         """Our own entry in a checkpoint, next to Lightning's."""
         return {
             "version": _VERSION,
             "world_size": self._world_size,
-            "positions": self._positions(exchange, boundary, order),
+            "positions": self._positions(boundary, order),
             "cause": cause,
             "created_ns": time.time_ns(),
-            "run": self._run_of_all(exchange),
+            "run": self._run_of_all(),
             "job": launch_words(),
         }
 
     def _folder(self, run: str) -> CheckpointFolder:
-        return CheckpointFolder(
-            self._settings.dirpath,
-            keep=self._settings.keep,
-            is_mine=lambda part: isinstance(part, dict) and part.get("run") == run,
-        )
+        return CheckpointFolder(self._settings.dirpath, keep=self._settings.keep, run=run)
 
-    def _write(self, exchange: Exchange, boundary: Boundary, order: Sequence[Candidate], cause: str) -> Path:
+    def _write(self, boundary: Boundary, order: Sequence[Candidate], cause: str) -> Path:
         made = contents(self._trainer, self._ledger, boundary, self._weights)
-        made[KEY] = self._own_part(exchange, boundary, order, cause)
+        made[KEY] = self._own_part(boundary, order, cause)
         # A copy from the device cannot change any more; other state is read while the file is written.
         if self._ledger.is_on_device:
             made = tensors.to_host(made)
@@ -369,7 +362,7 @@ class Saver:
         if self._is_abandoned:
             raise TimeoutError("it took too long")
 
-    def _positions(self, exchange: Exchange, boundary: Boundary, order: Sequence[Candidate]) -> dict[int, Any]:
+    def _positions(self, boundary: Boundary, order: Sequence[Candidate]) -> dict[int, Any]:
         """The positions of ranks at the same boundary; None for the others."""
         positions: dict[int, Any] = dict.fromkeys(range(self._world_size))
         positions[self._rank] = self._own_position(boundary)
@@ -379,14 +372,13 @@ class Saver:
             if (each.step, each.validates) == (boundary.step, boundary.validates) and each.rank != self._rank
         }
         with suppress(ExchangeError):
-            for key, packed in exchange.get_many(same).items():
+            for key, packed in self._exchange.get_many(same).items():
                 with suppress(Exception):
                     positions[same[key]] = tensors.load_plain(io.BytesIO(packed))
         # Ranks of this host that were killed, or cannot answer.
         answered = {self._rank, *(each.rank for each in order if each.step == boundary.step)}
         silent = [rank for rank in positions if rank not in answered]
-        positions |= self._left_behind(silent, boundary.step)
-        return positions
+        return positions | self._left_behind(silent, boundary.step)
 
     def _own_position(self, boundary: Boundary) -> Any:
         """This rank's position at the boundary; its present position if hooks at the end of the batch still run."""
@@ -396,9 +388,9 @@ class Saver:
             return position.capture(self._trainer)
         return None
 
-    def _run_of_all(self, exchange: Exchange) -> str:
+    def _run_of_all(self) -> str:
         try:
-            return exchange.set_if_absent("checkpoint/run", self._settings.run.encode()).decode()
+            return self._exchange.set_if_absent("checkpoint/run", self._settings.run.encode()).decode()
         except ExchangeError:
             return self._settings.run
 
@@ -407,9 +399,6 @@ class Saver:
         self._say(f"{why}; the last checkpoint is {path}" if path else f"{why}; this run has no earlier checkpoint")
 
 
-def _words(error: Exception) -> str:
-    """An exception in one line."""
-    if isinstance(error, (NotProvenError, TimeoutError)):
-        return str(error)
-    text = str(error).strip()
-    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__
+def _outcome_key(number: int) -> str:
+    """Where the rank whose turn it was publishes whether it has saved: empty if not."""
+    return f"checkpoint/outcome/{number}"

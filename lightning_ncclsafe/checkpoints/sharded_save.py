@@ -8,6 +8,7 @@ exactly once, and what all ranks have must be equal.
 """
 
 import json
+import shutil
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,6 +20,7 @@ from lightning_ncclsafe._torch import sharded, tensors
 from lightning_ncclsafe._torch.sharded import StoredChunk, StoredEntry
 from lightning_ncclsafe.checkpoints.boundary import Boundary, NotProvenError
 from lightning_ncclsafe.checkpoints.folder import KEY, METADATA, REST, CheckpointFolder, read_back, write_synced
+from lightning_ncclsafe.checkpoints.ledger import StepLedger
 from lightning_ncclsafe.checkpoints.shards import Box, Chunk, entry_paths, pieces_of, write_pieces
 from lightning_ncclsafe.exchange import Exchange, wait_for_keys
 from lightning_ncclsafe.facts import codec
@@ -134,9 +136,7 @@ class ShardedSave:
 
     Args:
         ranks: The ranks that write, the leader first.
-        is_on_device: Whether tensors are on a device that the host runs ahead of.
         left_s: Gives the remaining time, seconds.
-        check: Called once the state is on the host, or on storage; may raise to stop the save.
         may_finish: Called before the rename; may raise to stop the save.
     """
 
@@ -144,28 +144,25 @@ class ShardedSave:
         self,
         exchange: Exchange,
         folder: CheckpointFolder,
+        ledger: StepLedger,
+        boundary: Boundary,
         rank: int,
         ranks: Sequence[int],
         *,
-        is_on_device: bool,
         left_s: Callable[[], float],
-        check: Callable[[], None],
         may_finish: Callable[[], None],
     ) -> None:
         self._exchange = exchange
         self._folder = folder
+        self._ledger = ledger
+        self._boundary = boundary
         self._rank = rank
         self._others = [other for other in ranks if other != rank]
-        self._is_on_device = is_on_device
         self._left_s = left_s
-        self._check = check
         self._may_finish = may_finish
 
-    def follow(self, state: Callable[[], dict[str, Any]], words: Callable[[Exception], str]) -> None:
+    def follow(self, state: Callable[[], dict[str, Any]]) -> None:
         """Writes this rank's file, and publishes what is in it, or why there is none.
-
-        Args:
-            words: Describes an exception in one line.
 
         Raises:
             ExchangeError: Publishing failed.
@@ -177,10 +174,10 @@ class ShardedSave:
         try:
             share = self._write(self._folder.seen_together(name), state(), is_first=False)
         except Exception as error:
-            share = Share(error=words(error))
+            share = Share(error=failure_words(error))
         self._exchange.set(_key(self._rank), zlib.compress(codec.encode(share), 1))
 
-    def lead(self, state_and_rest: Callable[[], tuple[dict[str, Any], dict[str, Any]]], boundary: Boundary) -> Path:
+    def lead(self, state_and_rest: Callable[[], tuple[dict[str, Any], dict[str, Any]]]) -> Path:
         """Makes the folder, writes this rank's file and the common files, and renames the folder.
 
         Args:
@@ -204,14 +201,14 @@ class ShardedSave:
             metadata = sharded.distributed_metadata(joined(shares, entry_paths(state)))
             files[METADATA] = write_synced(partial / METADATA, lambda file: file.write(metadata))
             rest[KEY]["files"] = files
-            rest = tensors.to_host(rest) if self._is_on_device else rest
+            rest = tensors.to_host(rest) if self._ledger.is_on_device else rest
             read_back(partial / REST, write_synced(partial / REST, lambda file: tensors.save(rest, file)))
             if (partial / METADATA).read_bytes() != metadata:
                 raise OSError(f"{METADATA} differs from what was written")
             self._may_finish()
-            return self._folder.finish_together(partial, boundary.epoch, boundary.step, files)
+            return self._folder.finish_together(partial, self._boundary.epoch, self._boundary.step, files)
         except BaseException:
-            self._folder.abandon(partial)
+            shutil.rmtree(partial, ignore_errors=True)
             raise
 
     def call_off(self) -> None:
@@ -224,18 +221,18 @@ class ShardedSave:
 
     def _write(self, partial: Path, state: dict[str, Any], *, is_first: bool) -> Share:
         pieces = pieces_of(state, is_first=is_first)
-        if self._is_on_device:
+        if self._ledger.is_on_device:
             # Once it is on the host, it cannot change any more.
             values = tensors.to_host([piece.values for piece in pieces])
             pieces = [replace(piece, values=value) for piece, value in zip(pieces, values, strict=True)]
-            self._check()
+            self._ledger.check(self._boundary)
         found: list[Chunk] = []
         path = partial / file_of(self._rank)
         size = write_synced(path, lambda file: found.extend(write_pieces(pieces, file)))
         if path.stat().st_size != size:
             raise OSError(f"{size:,} bytes were written, {path.stat().st_size:,} are there")
-        if not self._is_on_device:
-            self._check()
+        if not self._ledger.is_on_device:
+            self._ledger.check(self._boundary)
         return Share(size=size, chunks=tuple(found))
 
     def _shares_of_others(self) -> dict[int, Share]:
@@ -245,6 +242,14 @@ class ShardedSave:
         if late:
             raise TimeoutError(f"rank {', '.join(late)} did not write its shard in time")
         return {keys[key]: _read(content, keys[key]) for key, content in found.items()}
+
+
+def failure_words(error: Exception) -> str:
+    """Why nothing was saved, in one line."""
+    if isinstance(error, (NotProvenError, TimeoutError)):
+        return str(error)
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__
 
 
 def _key(rank: int) -> str:

@@ -10,7 +10,6 @@ import io
 import json
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -116,9 +115,8 @@ class OwnShard:
         self.parts: list[WatchedParameter] = []
         self.layout = self.why_unread = ""
         try:
-            with _unknown_as_not_proven():
-                self._find(model)
-        except NotProvenError as error:
+            self._find(model)
+        except (NotProvenError, sharded.UnknownSplitError) as error:
             self.why_unread = str(error)
 
     def _find(self, model: Any) -> None:
@@ -200,14 +198,6 @@ class OwnShard:
         return SplitTensor(part.shape, part.begin, value)
 
 
-@contextmanager
-def _unknown_as_not_proven() -> Iterator[None]:
-    try:
-        yield
-    except sharded.UnknownSplitError as error:
-        raise NotProvenError(str(error)) from error
-
-
 def entry_paths(state: Mapping[str, Any]) -> list[str]:
     """The paths of all entries of a nested state, as :class:`Chunk` has them."""
     return [json.dumps(path) for path, _ in sharded.flattened(state)]
@@ -226,8 +216,7 @@ def pieces_of(state: Mapping[str, Any], *, is_first: bool) -> list[Piece]:
     found: list[Piece] = []
     for path, value in sharded.flattened(state):
         name = json.dumps(path)
-        with _unknown_as_not_proven():
-            split = _split(value)
+        split = _split(value)
         if split is not None:
             shape, boxes, values = split
             if is_first and not prod(shape):
@@ -243,7 +232,10 @@ def _split(value: Any) -> tuple[tuple[int, ...], list[Box], Any] | None:
     """Shape of the whole, boxes and values of a split tensor; None for anything else."""
     if isinstance(value, SplitTensor):
         return value.shape, value.boxes, value.values
-    return sharded.split_of(value)
+    try:
+        return sharded.split_of(value)
+    except sharded.UnknownSplitError as error:
+        raise NotProvenError(str(error)) from error
 
 
 def _pieces_of_tensor(name: str, shape: tuple[int, ...], boxes: Sequence[Box], values: Any) -> Iterator[Piece]:

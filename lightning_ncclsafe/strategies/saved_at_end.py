@@ -157,7 +157,7 @@ class SavedAtEnd:
             weights=self._weights,
             rank=place.rank,
             world_size=place.world_size,
-            exchange=lambda: exchange,
+            exchange=exchange,
             shard=shard,
             last_save_s=lambda: self.last_checkpoint.took_s,
             last_path=lambda: self.last_checkpoint.path,

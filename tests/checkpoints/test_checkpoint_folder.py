@@ -18,7 +18,7 @@ MINE = "mine"
 
 
 def folder(path: Path, keep: int = 2) -> CheckpointFolder:
-    return CheckpointFolder(path, keep=keep, is_mine=lambda part: part == {"run": MINE})
+    return CheckpointFolder(path, keep=keep, run=MINE)
 
 
 def writes(value: Any = 0, run: str = MINE) -> Callable[[BinaryIO], None]:

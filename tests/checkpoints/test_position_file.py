@@ -56,27 +56,28 @@ def test_data_other_than_plain_values_is_refused(odd: Any) -> None:
 
 
 def test_the_latest_position_is_read(kept: PositionFile) -> None:
-    assert read_position(kept.path) is None
+    assert read_position(kept.path, 0) is None
     for batches in range(5):
-        kept.write(position(batches))
-        read = read_position(kept.path)
+        kept.write(position(batches) | {"step": batches // 2})
+        read = read_position(kept.path, batches // 2)
         assert read is not None and read["batches"] == batches
 
 
-def test_a_failed_write_hides_earlier_positions(kept: PositionFile) -> None:
-    kept.write(position(1))
+def test_what_cannot_be_written_is_no_position(kept: PositionFile) -> None:
+    kept.write(position(1) | {"step": 1})
     for odd in (object(), "x" * (1 << 19)):
-        kept.write({"odd": odd})
-        assert read_position(kept.path) is None
+        kept.write({"odd": odd, "step": 2})
+        assert read_position(kept.path, 2) is None
+    assert read_position(kept.path, 1) is None, "its place was taken"
 
 
 @pytest.mark.parametrize("at", [0, 5, 13, 20, 400, 5000])
 def test_a_torn_write_leaves_the_previous_position_intact(kept: PositionFile, at: int) -> None:
-    kept.write(position(1))
-    kept.write(position(2))
+    for batches in (1, 2):
+        kept.write(position(batches) | {"step": 0})
     start = 2 % 2 * position_file._ROOM
     kept._memory[start + at] ^= 0xFF
-    read = read_position(kept.path)
+    read = read_position(kept.path, 0)
     # The number alone is not what the checksum is of: then it is another one of the same content.
     assert read is not None and read["batches"] in ((1, 2) if at == 0 or at == 5 else (1,))
 
@@ -85,28 +86,28 @@ def test_the_position_survives_a_killed_rank(kept: PositionFile) -> None:
     pid = os.fork()
     if not pid:
         for batches in range(1 << 30):
-            kept.write({"batches": batches, "random": saved_states()})
+            kept.write({"batches": batches, "random": saved_states(), "step": 0})
     try:
-        read = until(lambda: read_position(kept.path))
+        read = until(lambda: read_position(kept.path, 0))
         assert read is not None
     finally:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-    after = read_position(kept.path)
+    after = read_position(kept.path, 0)
     assert after is not None and after["batches"] >= read["batches"]
 
 
 @pytest.mark.timeout(10)
 def test_other_files_are_not_read_as_positions(tmp_path: Path) -> None:
     path = tmp_path / "x"
-    assert read_position(path) is None
+    assert read_position(path, 0) is None
     os.mkfifo(path)
-    assert read_position(path) is None
+    assert read_position(path, 0) is None
     path.unlink()
     for body in (b"", b"x" * 100, struct.pack("<II", 1, 1 << 30), packed([1]), packed({"\0tensor": ["float16", 9]})):
         header = position_file._HEADER.pack(1, len(body), position_file.zlib.crc32(body))
         path.write_bytes(header + body)
-        assert read_position(path) is None, json.dumps(str(body))
+        assert read_position(path, 0) is None, json.dumps(str(body))
 
 
 def test_a_position_counts_only_for_its_own_step(kept: PositionFile) -> None:

@@ -79,10 +79,9 @@ class Noted:
 
 class Rank:
     def __init__(
-        self, shared: SharedMemory, rank: int, world_size: int, folder: Path, ledger: Noted, **settings: Any
+        self, exchange: Exchange, rank: int, world_size: int, folder: Path, ledger: Noted, **settings: Any
     ) -> None:
         self.said: list[str] = []
-        self.exchange: Exchange = MemoryExchange(shared)
         self.saver = Saver(
             SimpleNamespace(),
             CheckpointSettings(dirpath=folder, run=f"run {rank}"),
@@ -90,7 +89,7 @@ class Rank:
             weights=dict,
             rank=rank,
             world_size=world_size,
-            exchange=lambda: self.exchange,
+            exchange=exchange,
             say=self.said.append,
             **settings,
         )
@@ -106,11 +105,13 @@ def made(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(saving, "contents", lambda trainer, ledger, boundary, weights: {"step": boundary.step})
 
 
-def job(folder: Path, *ledgers: Noted | None, **settings: Any) -> list[Rank]:
+def job(
+    folder: Path, *ledgers: Noted | None, through: type[MemoryExchange] = MemoryExchange, **settings: Any
+) -> list[Rank]:
     """Ranks that share a memory; those without a ledger are dead."""
     shared = SharedMemory()
     found = [(rank, ledger) for rank, ledger in enumerate(ledgers) if ledger is not None]
-    return [Rank(shared, rank, len(ledgers), folder, ledger, **settings) for rank, ledger in found]
+    return [Rank(through(shared), rank, len(ledgers), folder, ledger, **settings) for rank, ledger in found]
 
 
 def save_all(ranks: Sequence[Rank], budget_s: float = 5.0) -> list[str]:
@@ -275,10 +276,7 @@ class Lost(MemoryExchange):
 
 
 def test_without_an_exchange_each_rank_saves_on_its_own(tmp_path: Path) -> None:
-    ranks = job(tmp_path, Noted(), Noted())
-    for rank in ranks:
-        rank.exchange = Lost()
-    save_all(ranks)
+    save_all(job(tmp_path, Noted(), Noted(), through=Lost))
     assert [checkpoint["step"] for checkpoint in saved(tmp_path)] == [5, 5]
 
 

@@ -209,7 +209,7 @@ class Job:
                 weights=dict,
                 rank=rank,
                 world_size=world_size,
-                exchange=lambda: MemoryExchange(shared),
+                exchange=MemoryExchange(shared),
                 shard=settings.get(f"shard_{rank}", Shard(rank % 2)),
                 last_path=lambda: "last.ckpt",
                 say=self.said.append,

@@ -87,7 +87,7 @@ def save_s(checkpoint: Any, folder: Path) -> dict[str, float]:
                 os.fsync(file.fileno())
 
     def ours() -> None:
-        kept = CheckpointFolder(folder, keep=1, is_mine=lambda part: False)
+        kept = CheckpointFolder(folder, keep=1, run="another")
         kept.write(0, 0, lambda file: tensors.save(checkpoint, file), lambda: None).unlink()
 
     ways = {"torch.save": lambda: stock(sync=False), "torch.save and fsync": lambda: stock(sync=True), "ours": ours}
