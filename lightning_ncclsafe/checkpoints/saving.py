@@ -40,9 +40,8 @@ _STEP_S = 1.0
 _RESERVE_S = 0.5
 # How often a rank whose own attempt is stuck checks whether another one has saved.
 _POLL_S = 0.5
-# Most ranks that try one after another.
-_MOST_TRIED = 8
 _VERSION = 1
+_SAVED = "checkpoint/saved"
 
 
 # All savers that are at work, on any thread of this process.
@@ -156,9 +155,8 @@ class Saver:
         self._is_left.wait(_RESERVE_S + max(0.0, self._left_s()))
 
     def _is_saved_elsewhere(self) -> bool:
-        keys = [_outcome_key(number) for number in range(min(self._world_size, _MOST_TRIED))]
         with suppress(ExchangeError):
-            return any(self._exchange.get_many(keys).values())
+            return _SAVED in self._exchange.get_many([_SAVED])
         return False
 
     @property
@@ -236,6 +234,8 @@ class Saver:
 
     def _publish_outcome(self, number: int, is_saved: bool) -> None:
         with suppress(ExchangeError):
+            if is_saved:
+                self._exchange.set(_SAVED, b"saved")
             self._exchange.set(_outcome_key(number), b"saved" if is_saved else b"")
 
     def _save_alone(self, boundary: Boundary, order: Sequence[Candidate], cause: str) -> bool:

@@ -340,6 +340,29 @@ def test_another_rank_saves_if_the_saver_dies_midway(tmp_path: Path, monkeypatch
     assert len([*tmp_path.iterdir()]) == 1
 
 
+def test_a_stuck_rank_learns_that_any_other_has_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many have tried in vain before, as all ranks of a host whose storage is gone."""
+    is_stuck, is_over, write = threading.Event(), threading.Event(), saving.tensors.save
+
+    def first_is_stuck(value: Any, file: BinaryIO) -> None:
+        if "step" in value and not is_stuck.is_set():
+            is_stuck.set()
+            is_over.wait(30)
+        write(value, file)
+
+    monkeypatch.setattr(saving.tensors, "save", first_is_stuck)
+    broken = [Noted(why_then="storage is gone") for _ in range(8)]
+    ranks = job(tmp_path, Noted(), *broken, Noted())
+    for rank in ranks:
+        rank.saver.begin("dead-rank", budget_s=8.0)
+    ranks[9].saver.wait()
+    assert "rank 9 saved the state after step 5" in ranks[9].said[0]
+    ranks[0].saver.wait()
+    assert ranks[0].said == []
+    is_over.set()
+    assert ranks[0].saver._is_over.wait(10)
+
+
 def test_concurrent_requests_save_once(tmp_path: Path) -> None:
     (rank,) = job(tmp_path, Noted())
     done: list[Callable[[], None]] = []
