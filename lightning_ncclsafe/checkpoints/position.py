@@ -2,7 +2,6 @@
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -46,13 +45,14 @@ class DataPosition:
         self._left_behind = left_behind
         self._say = say
         self._methods: list[WrappedMethod] = []
-        self._loaders: list[LoaderPosition | None] = []
+        self._loaders: list[LoaderPosition] = []
+        """Empty if the position of any of them cannot be kept."""
         self._resumed: Mapping[str, Any] | None = None
         self._knows_all = False
         self._is_resumed = False
         self._random: Mapping[str, Any] | None = None
         self._ahead: Mapping[str, Any] | None = None
-        self._why_not_ahead = ""
+        self._can_write_ahead = True
 
     def attach(self) -> None:
         """Wraps the samplers of the training's loaders, each before it is read."""
@@ -92,12 +92,12 @@ class DataPosition:
         """
         result = original(*args)
         trainer = self._trainer
-        if not self._why_not_ahead and trainer.lightning_module.automatic_optimization:
+        if self._can_write_ahead and trainer.lightning_module.automatic_optimization:
             try:
                 if not trainer.fit_loop.epoch_loop._should_accumulate():
                     self._leave_ahead()
-            except Exception as error:  # training continues
-                self._why_not_ahead = repr(error)
+            except Exception:  # training continues
+                self._can_write_ahead = False
         return result
 
     def _leave_ahead(self) -> None:
@@ -110,7 +110,7 @@ class DataPosition:
 
     def _after(self, batches: int) -> dict[str, Any]:
         """The position after this many batches of the epoch, with random numbers as they are now."""
-        loaders = [loader.record(batches) if loader is not None else None for loader in self._loaders]
+        loaders = [loader.record(batches) for loader in self._loaders]
         return {
             # Those of a checkpoint are restored in a moment.
             "random": dict(self._random) if self._random is not None else saved_states(),
@@ -131,16 +131,17 @@ class DataPosition:
 
     def _release(self) -> None:
         while self._loaders:
-            loader = self._loaders.pop()
-            if loader is not None:
-                loader.release()
+            self._loaders.pop().release()
 
     def _loaders_are_there(self, load_states: Callable[[], Any]) -> Any:
         """Called when Lightning has the training's loaders, and is about to read them."""
         self._release()
         fit = self._trainer.fit_loop
         found = fit._combined_loader.flattened if fit._combined_loader is not None else []
-        self._loaders = [loader_position(getattr(loader, "wrapped_loader", loader)) for loader in found]
+        positions = [loader_position(getattr(loader, "wrapped_loader", loader)) for loader in found]
+        self._loaders = [position for position in positions if position is not None]
+        if len(self._loaders) < len(positions):
+            self._release()
         resumed, self._resumed = self._resumed, None
         # An epoch that is over is not repeated.
         if resumed is None or not fit.restarting:
@@ -154,25 +155,25 @@ class DataPosition:
         result = load_states()
         epoch = int(fit.epoch_progress.current.processed)
         for loader, record in zip(self._loaders, records, strict=True):
-            if loader is not None:
-                loader.resume(record, batches, epoch, self._say_first)
+            loader.resume(record, batches, epoch, self._say_first)
         self._is_resumed = True
         return result
 
     def _reset(self, reset: Callable[[], Any]) -> Any:
         """Suppresses Lightning's warning about loaders without a state: their position is known here."""
         is_resumed, self._is_resumed = self._is_resumed, False
-        with warnings.catch_warnings() if is_resumed else nullcontext():
-            if is_resumed:
-                warnings.filterwarnings("ignore", message=_WARNED)
+        if not is_resumed:
+            return reset()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=_WARNED)
             return reset()
 
     def _can_resume(self, resumed: Mapping[str, Any], records: Sequence[Any], batches: int) -> bool:
         """Whether all ranks know their position in the data: the same answer on every rank."""
-        if resumed.get("batches", batches) != batches or len(records) != len(self._loaders):
+        if resumed.get("batches", batches) != batches or not self._loaders or len(records) != len(self._loaders):
             return False
         return all(
-            loader is not None and loader.can_resume(record if self._knows_all else None)
+            loader.can_resume(record if self._knows_all else None)
             for loader, record in zip(self._loaders, records, strict=True)
         )
 
@@ -200,8 +201,7 @@ class DataPosition:
         """Called when Lightning is about to train on the next batch, or to make a validation that was due."""
         result = original(*args)
         for loader in self._loaders:
-            if loader is not None:
-                loader.catch_up()
+            loader.catch_up()
         states, self._random = self._random, None
         if states is not None:
             try:
