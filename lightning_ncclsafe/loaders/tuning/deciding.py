@@ -74,13 +74,9 @@ class Decision:
 
 @dataclass(kw_only=True)
 class _Loader:
-    """What rank 0 knows of one loader.
+    """What rank 0 knows of one loader; see also :meth:`Deciding.begin`.
 
     Attributes:
-        group: Loaders of the same group are read at the same time.
-        user_workers: The user's ``num_workers``, as far as there is room.
-        why_fixed: Why it stays as it is, and what the user can do; empty if it may change.
-        trials: Decides about it.
         measurements: Those of each rank, by interval.
         seen: The last interval that all ranks have measured.
         is_fixed: Whether it stays as it is.

@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 from lightning_ncclsafe._torch import loading
 from lightning_ncclsafe.loaders.iteration import Begin
@@ -33,6 +33,8 @@ class LoaderOptions:
         user_workers: The user's ``num_workers``, as far as there is room: what it begins with.
         epochs: Number of its earlier epochs.
         most_ahead: See :class:`ResizableLoader`.
+        workers_of_epoch: How many workers all ranks use in the epoch that begins, where it must be the same number;
+            None for no change.
         say: Prints a line about it to the user.
         measured: Called when there is something new to publish.
     """
@@ -40,6 +42,7 @@ class LoaderOptions:
     user_workers: int
     epochs: int
     most_ahead: Callable[[BatchSize], int | None]
+    workers_of_epoch: Callable[["AdvisedLoader"], int | None]
     say: Callable[[str], None]
     measured: Callable[[], None]
 
@@ -51,14 +54,9 @@ class AdvisedLoader:
         options: How to read it.
 
     Attributes:
-        advises: Whether it stays as it is.
-        iterable: Whether all ranks must begin an epoch with the same setting.
         user_workers: The user's ``num_workers``, as far as there is room.
         setting: The last decision of rank 0; None before the first.
     """
-
-    advises: ClassVar[bool] = True
-    iterable: ClassVar[bool] = False
 
     def __init__(self, loader: Any, options: LoaderOptions) -> None:
         self.user_workers = options.user_workers
@@ -66,7 +64,7 @@ class AdvisedLoader:
         self._loader = loader
         self._tried = 0
         self._last: deque[Measurement] = deque(maxlen=_PUBLISHED)
-        self._measured = options.measured
+        self._options = options
         self._has_generator = False
         self._observer = Observer(self._keep, epochs=options.epochs)
 
@@ -75,18 +73,8 @@ class AdvisedLoader:
         """Number of epochs that have begun."""
         return self._observer.interval.epoch
 
-    @property
-    def frozen(self) -> bool:
-        """Whether it takes no more settings."""
-        return False
-
-    def begin(self, begin: Begin, workers: int | None) -> Iterator[Any]:
-        """Begins an epoch.
-
-        Args:
-            begin: Begins the loader's own iteration.
-            workers: Number of workers, where it must be the same on all ranks; None for no change.
-        """
+    def begin(self, begin: Begin) -> Iterator[Any]:
+        """Begins an epoch, given what begins the loader's own iteration."""
         return ObservedIterator(self._loader, begin, self._observer)
 
     def workers_at(self, interval: Interval) -> int | None:
@@ -102,7 +90,7 @@ class AdvisedLoader:
 
     def measured(self, name: str) -> LoaderReport:
         """What to publish."""
-        return LoaderReport(loader=name, measurements=tuple(self._last), frozen=self.frozen)
+        return LoaderReport(loader=name, measurements=tuple(self._last))
 
     def close(self) -> None:
         """Restores everything."""
@@ -115,13 +103,11 @@ class AdvisedLoader:
         seeded = self._has_generator or is_seeded(loader)
         persists = bool(loader.persistent_workers) and loader.num_workers > 0
         self._last.append(replace(measurement, seeded=seeded, persists=persists))
-        self._measured()
+        self._options.measured()
 
 
 class MapStyleLoader(AdvisedLoader):
     """A loader of a map-style dataset, whose workers can be changed at any time."""
-
-    advises = False
 
     def __init__(self, loader: Any, options: LoaderOptions) -> None:
         super().__init__(loader, options)
@@ -134,14 +120,13 @@ class MapStyleLoader(AdvisedLoader):
             most_ahead=options.most_ahead,
         )
 
-    @property
-    def frozen(self) -> bool:
-        """Whether it had to go back to fewer workers."""
-        return self._resizable.frozen
-
-    def begin(self, begin: Begin, workers: int | None) -> Iterator[Any]:
+    def begin(self, begin: Begin) -> Iterator[Any]:
         """Begins an epoch, without the loader's own iteration."""
         return self._resizable.begin()
+
+    def measured(self, name: str) -> LoaderReport:
+        """What to publish."""
+        return replace(super().measured(name), frozen=self._resizable.frozen)
 
     def close(self) -> None:
         """Ends its workers."""
@@ -151,19 +136,17 @@ class MapStyleLoader(AdvisedLoader):
 class IterableLoader(AdvisedLoader):
     """A loader of an iterable dataset: its batches may depend on its workers, so these stay for an epoch."""
 
-    advises = False
-    iterable = True
-
     def __init__(self, loader: Any, options: LoaderOptions) -> None:
         super().__init__(loader, options)
         self._before = (loader.num_workers, loader.prefetch_factor)
         self._set(options.user_workers, loader.prefetch_factor)
 
-    def begin(self, begin: Begin, workers: int | None) -> Iterator[Any]:
+    def begin(self, begin: Begin) -> Iterator[Any]:
         """Begins an epoch with the setting for it."""
+        workers = self._options.workers_of_epoch(self)
         if workers is not None:
             self._set(workers, (self._before[1] or 2) if workers else None)
-        return super().begin(begin, workers)
+        return super().begin(begin)
 
     def close(self) -> None:
         """Restores the loader's setting."""

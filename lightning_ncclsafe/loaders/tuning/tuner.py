@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from lightning_ncclsafe._torch import loading
@@ -135,11 +136,11 @@ class Tuner:
         if kind is None:
             return None
         asked = loader.num_workers
-        workers = asked if kind.advises else min(asked, most_workers)
+        workers = asked if kind is AdvisedLoader else min(asked, most_workers)
         if workers < asked and self._rank == 0:
             self._print_once(fewer_workers(name, asked, workers, budget))
         why_fixed = ""
-        if kind.advises:
+        if kind is AdvisedLoader:
             own_way = ITERABLE if loading.has_iterable_dataset(loader) else OWN_WAY
             why_fixed = own_way if self._settings.apply else ADVICE_ONLY
         with self._lock:
@@ -149,16 +150,13 @@ class Tuner:
                 user_workers=workers,
                 epochs=self._epochs[name],
                 most_ahead=lambda size: self._most_ahead(name, loader, workers, size, budget),
-                say=lambda text: self._say_first(name, text),
+                workers_of_epoch=partial(self._workers_of_epoch, name),
+                say=partial(self._say_first, name),
                 measured=self._wake.set,
             )
             own = self._loaders[name] = kind(loader, options)
             own.setting = self._setting_of(name, own)
-
-        def begin(begin_own: Begin) -> Any:
-            return own.begin(begin_own, self._workers_of_epoch(name, own) if kind.iterable else None)
-
-        return begin
+        return own.begin
 
     def _most_ahead(self, name: str, loader: Any, workers: int, size: BatchSize, budget: Budget) -> int | None:
         """How many batches a loader may have ahead; all loaders of the rank get equal shares of the budget."""
