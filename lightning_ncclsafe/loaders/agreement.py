@@ -79,9 +79,8 @@ class Agreement:
         def judge_all(ranks: tuple[RankFacts, ...]) -> Agreed:
             return Agreed(complete=len(ranks) == self._world_size and all(facts.data is not None for facts in ranks))
 
-        return self._meeting.meet(
-            replace(self._identity, data=DataFacts(stage="") if can else None), judge_all
-        ).complete
+        facts = replace(self._identity, data=DataFacts(stage="") if can else None)
+        return self._meeting.meet(facts, judge_all).complete
 
     def withdraw(self) -> None:
         """From now on this rank takes no part, and the others compare nothing without it."""

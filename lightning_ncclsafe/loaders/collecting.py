@@ -145,7 +145,8 @@ class LoaderCollector:
         self._on_stage = on_stage
         self._stage: Stage | None = None
         self._methods: list[WrappedMethod] = []
-        self._replaced: dict[str, list[ReplacedIteration]] = {}
+        self._replaced: list[tuple[str, ReplacedIteration]] = []
+        """With their stages."""
         self._votes: dict[bool, process_groups.VoteGroup] = {}
         """By whether ranks vote one batch ahead."""
         self._is_off = False
@@ -164,8 +165,8 @@ class LoaderCollector:
         """Restores everything."""
         while self._methods:
             self._methods.pop().remove()
-        for stage in [*self._replaced]:
-            self._release(stage)
+        while self._replaced:
+            self._replaced.pop()[1].restore()
         for looks_ahead in [*self._votes]:
             self._close_votes(looks_ahead)
         # The user's own loaders, where a proxy has taken their place.
@@ -207,8 +208,7 @@ class LoaderCollector:
             DatasetMismatchError: On all ranks, if they disagree.
         """
         # The same loader may be prepared again, for the next epochs or for another stage.
-        for stage in [*self._replaced]:
-            self._release(stage, loader)
+        self._release(loader=loader)
         loader = replaceable(loader)
         self._safely(lambda: self._add(loader))
         return loader
@@ -222,7 +222,7 @@ class LoaderCollector:
             self._compare(stage)
 
     def _compare(self, stage: Stage) -> None:
-        self._release(stage.name)
+        self._release(stage=stage.name)
         with self._tracker.action(f"{AGREEMENT}{stage.name}"), OwnWork():
             self._on_stage(stage)
             agreed = self._agreed(stage)
@@ -253,16 +253,13 @@ class LoaderCollector:
         return agreed
 
     def _tunings(self, stage: Stage) -> list[Tuning | None]:
-        tuner, self._tuner = self._tuner, None
-        if tuner is None:
-            return [None] * len(stage.loaders)
         try:
-            tunings = tuner.take(stage.name, stage.loaders, at_once=stage.mode != "sequential")
+            if self._tuner is not None:
+                return self._tuner.take(stage.name, stage.loaders, at_once=stage.mode != "sequential")
         except Exception as error:  # then the loaders stay as they are
+            self._tuner = None
             say_own_failure(error, what="the tuning of loaders")
-            return [None] * len(stage.loaders)
-        self._tuner = tuner
-        return tunings
+        return [None] * len(stage.loaders)
 
     def _replace(self, stage: Stage, index: int, end: EpochEnd, iterate: Iterate | None, tuning: Tuning | None) -> None:
         def begin_epoch(begin: Begin) -> Any:
@@ -272,12 +269,11 @@ class LoaderCollector:
 
         loader = stage.loaders[index]
         replaced = ReplacedIteration(loader, begin_epoch, length=end.length, hides_length=end.hides_length)
-        self._replaced.setdefault(stage.name, []).append(replaced)
+        self._replaced.append((stage.name, replaced))
 
     def _make_votes(self, agreement: Agreement, wanted: set[bool]) -> None:
         """Creates the groups that ranks vote on, where needed; either all ranks can use a group, or none does."""
         for looks_ahead in sorted(wanted - self._votes.keys()):
-            error: Exception | None = None
             try:
                 self._votes[looks_ahead] = process_groups.VoteGroup(
                     VOTE_AHEAD_GROUP if looks_ahead else VOTE_GROUP,
@@ -285,10 +281,9 @@ class LoaderCollector:
                     # Well before the guard would end the run, which can continue without votes.
                     connect_s=min(_CONNECT_S, self._timeout_s / 2),
                 )
-            except Exception as failure:
-                error = failure
+            except Exception as error:
                 say_own_failure(error, what="the vote on a next batch")
-            if not agreement.all_can(error is None):
+            if not agreement.all_can(looks_ahead in self._votes):
                 self._close_votes(looks_ahead)
 
     def _close_votes(self, looks_ahead: bool) -> None:
@@ -312,13 +307,12 @@ class LoaderCollector:
                 if self._agreement is not None:
                     self._agreement.withdraw()
 
-    def _release(self, stage: str, loader: Any = None) -> None:
-        """Restores the loaders that a stage had before, or one of them."""
-        for replaced in self._replaced.pop(stage, []):
-            if loader is None or replaced.loader is loader:
+    def _release(self, *, stage: str = "", loader: Any = None) -> None:
+        """Restores the loaders that a stage had before, or one loader."""
+        for name, replaced in [*self._replaced]:
+            if name == stage or replaced.loader is loader:
+                self._replaced.remove((name, replaced))
                 replaced.restore()
-            else:
-                self._replaced.setdefault(stage, []).append(replaced)
 
     def _voting(
         self, agreement: Agreement, end: EpochEnd, facts: LoaderFacts, data: DataFacts, most: int | None
@@ -334,7 +328,8 @@ class LoaderCollector:
             compare = first.pop() if first else None
             on_uneven = self._settings.on_uneven
             called = partial(process_groups.calls_besides, VOTE_GROUPS) if end.ends_independently else None
-            return Lockstep(begin, votes, on_uneven, report, compare, looks_ahead=ahead, most=most, called=called)
+            lockstep = Lockstep(begin, votes, on_uneven, report, compare, looks_ahead=ahead, most=most, called=called)
+            return iter(lockstep)
 
         return iterate
 

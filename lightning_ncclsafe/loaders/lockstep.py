@@ -48,7 +48,7 @@ class BatchesRead:
 
 
 class Lockstep:
-    """One rank's iterator over one epoch of a loader.
+    """One epoch of a loader on one rank, to be iterated once.
 
     Args:
         begin: Begins the rank's own data; called again if a short rank starts over.
@@ -85,65 +85,51 @@ class Lockstep:
         self._digests: list[int] = []
         self._looks_ahead = looks_ahead
         self._most = most
-        self._next: tuple[Any] | None = None
-        self._vote: Callable[[], int] | None = None
-        self._error: Exception | None = None
-        self._ended = False
-        self._given = 0
-        self._over = False
-        self._reported = False
         self._called = called
         self._called_before = 0
-        self._goes_alone = False
+        self._given = 0
+        self._ended = self._reported = self._goes_alone = False
         self._own = begin()
-        self._look_ahead()
+        self._ahead = self._fetch() if looks_ahead and most != 0 else None
 
     def __iter__(self) -> Iterator[Any]:
-        return self
+        while not self._goes_alone:
+            (vote, batches, error), self._ahead = self._ahead or self._fetch(), None
+            goes_on = self._all_go_on(vote(), error)
+            # Raised when its batch is due, and not before.
+            if error is not None:
+                raise error
+            if not goes_on:
+                return
+            if not batches:
+                batches.append(self._start_over())
+            self._given += 1
+            if self._looks_ahead and self._given != self._most and not self._goes_alone:
+                self._ahead = self._fetch()
+            yield batches.pop()  # so that nothing here keeps it
+        yield from self._own
 
-    def __next__(self) -> Any:
-        if self._over:
-            raise StopIteration
-        if self._goes_alone:
-            return next(self._own)
-        if self._vote is None:
-            self._fetch()
-        self._over = not self._all_go_on()
-        # Raised when its batch is due, and not before.
-        if self._error is not None:
-            self._over = True
-            raise self._error
-        if self._over:
-            raise StopIteration
-        batch = self._start_over() if self._next is None else self._next[0]
-        self._given += 1
-        self._next = None
-        self._look_ahead()
-        return batch
+    def _fetch(self) -> tuple[Callable[[], int], list[Any], Exception | None]:
+        """Fetches this rank's next batch and starts the vote on it.
 
-    def _look_ahead(self) -> None:
-        if self._looks_ahead and self._given != self._most and not self._goes_alone:
-            self._fetch()
-
-    def _fetch(self) -> None:
-        """Fetches this rank's next batch and starts the vote on it."""
+        Returns:
+            The vote, the batch in a list that is empty if there is none, and why it could not be read.
+        """
         if self._given == _STEADY and self._called is not None:
             self._called_before = self._called()
-        # In a tuple, as the batch itself may be None.
+        batches, failure = list[Any](), None
         try:
-            self._next = (next(self._own),)
+            batches.append(next(self._own))
         except StopIteration:
             self._ended = True
         except Exception as error:
-            self._error = error
-        if self._compare is not None and self._next is not None:
-            self._digests.append(digest_of_batch(self._next[0]))
-        self._vote = self._votes.start(_ENDED if self._ended else _GOES_ON)
+            failure = error
+        if self._compare is not None:
+            self._digests += map(digest_of_batch, batches)
+        return self._votes.start(_ENDED if self._ended else _GOES_ON), batches, failure
 
-    def _all_go_on(self) -> bool:
-        assert self._vote is not None
-        vote, self._vote = self._vote, None
-        outcome = vote()
+    def _all_go_on(self, outcome: int, error: Exception | None) -> bool:
+        """Whether this rank goes on, given the outcome of a vote and why its own batch could not be read."""
         if not outcome & _ENDED:
             self._compare_first_batches()
             return True
@@ -152,10 +138,12 @@ class Lockstep:
         self._goes_alone = self._can_part()
         if self._goes_alone:
             return not self._ended
-        error = self._report_once()
-        if self._on_uneven == "raise" and error is not None:
-            self._over = True
-            raise error from self._error
+        if not self._reported:
+            self._reported = True
+            read = self._votes.gather(self._given + (not self._ended), self._ended)
+            uneven = self._report([BatchesRead(batches=batches, ended=bool(ended)) for batches, ended in read])
+            if self._on_uneven == "raise":
+                raise uneven from error
         return self._on_uneven == "repeat"
 
     def _can_part(self) -> bool:
@@ -171,17 +159,6 @@ class Lockstep:
             # A batch that could not be read has no digest; its error is raised in a moment.
             first, second = (*self._digests, 0, 0)[:2]
             compare(first, second)
-
-    def _report_once(self) -> Exception | None:
-        if self._reported:
-            return None
-        self._reported = True
-        return self._report(
-            [
-                BatchesRead(batches=batches, ended=bool(ended))
-                for batches, ended in self._votes.gather(self._given + (not self._ended), self._ended)
-            ]
-        )
 
     def _start_over(self) -> Any:
         """Begins another pass over this rank's data, as another rank still has some, and returns its first batch."""

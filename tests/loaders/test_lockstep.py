@@ -1,8 +1,7 @@
 """Data of unequal length in lockstep, on ranks that are threads: who gets which batches, and how it ends."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
-from functools import partial
 from itertools import count, islice
 from typing import Any
 
@@ -14,8 +13,12 @@ from lightning_ncclsafe.probes.data.fingerprints import digest_of_batch
 from lightning_ncclsafe.settings import OnUneven
 
 LENGTHS = (5, 3, 4)
-# The Lockstep of a test; see the fixture.
-lockstep: Callable[..., Lockstep] = Lockstep
+# Of what iterates in a test; see the fixture.
+OPTIONS: dict[str, bool] = {}
+
+
+def lockstep(*given: Any, **more: Any) -> Iterator[Any]:
+    return iter(Lockstep(*given, **OPTIONS, **more))
 
 
 class End(Exception):
@@ -39,14 +42,14 @@ class Rank:
         self.told.append(readings)
         return End()
 
-    def iterator(self) -> Lockstep:
+    def iterator(self) -> Iterator[Any]:
         return lockstep(self.begin, self.votes, self.on_uneven, self.tell)
 
 
 @pytest.fixture(params=[False, True], ids=["fetches when asked", "looks ahead"], autouse=True)
 def looks_ahead(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """What holds of the one holds of the other, unless a test says so."""
-    monkeypatch.setitem(globals(), "lockstep", partial(Lockstep, looks_ahead=request.param))
+    monkeypatch.setitem(OPTIONS, "looks_ahead", request.param)
     return bool(request.param)
 
 
@@ -151,7 +154,7 @@ def test_look_ahead_starts_the_next_vote_without_waiting() -> None:
     """The second rank takes no batch, so it votes only once: the other rank gets one batch."""
 
     def body(rank: int, votes: ThreadVotes) -> int:
-        iterator = Lockstep(lambda: iter(range(3)), votes, "raise", lambda readings: End(), looks_ahead=True)
+        iterator = iter(Lockstep(lambda: iter(range(3)), votes, "raise", lambda readings: End(), looks_ahead=True))
         if rank == 0:
             next(iterator)
         return votes.calls
@@ -327,7 +330,7 @@ class Parting(Rank):
         super().__init__(rank, length, votes, "raise")
         self.calls, self.called = calls, 7
 
-    def iterator(self) -> Lockstep:
+    def iterator(self) -> Iterator[Any]:
         return lockstep(self.begin, self.votes, "raise", self.tell, called=lambda: self.called)
 
     def evaluate(self) -> int:
