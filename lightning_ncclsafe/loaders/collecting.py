@@ -309,7 +309,8 @@ class LoaderCollector:
 
     def _release(self, *, stage: str = "", loader: Any = None) -> None:
         """Restores the loaders that a stage had before, or one loader."""
-        for name, replaced in [*self._replaced]:
+        # In reverse order: a loader may be in a stage twice.
+        for name, replaced in [*reversed(self._replaced)]:
             if name == stage or replaced.loader is loader:
                 self._replaced.remove((name, replaced))
                 replaced.restore()

@@ -3,6 +3,7 @@
 import copy
 import pickle
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,10 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils.data import DataLoader
 
 from lightning_ncclsafe.loaders import iteration
+from lightning_ncclsafe.loaders.collecting import LoaderCollector
 from lightning_ncclsafe.loaders.iteration import Begin, ReplacedIteration, replaceable
+from lightning_ncclsafe.probes.trainer.actions import ActionTracker
+from lightning_ncclsafe.settings import AgreementSettings
 
 
 @pytest.fixture
@@ -207,3 +211,39 @@ def test_user_code_sees_the_original_iteration() -> None:
     assert len(list(own)) == 4
     assert len([*iter(own)]) == 4
     assert len([batch for batch, _, _ in iter(CombinedLoader([own], "sequential"))]) == 4
+
+
+@pytest.mark.parametrize("by", ["the end", "the next epoch"])
+def test_a_loader_that_is_in_a_stage_twice_is_restored(by: str) -> None:
+    own = loader()
+
+    class Source:
+        name, instance = "val_dataloader", None
+
+        def dataloader(self) -> Any:
+            return [own, own]
+
+    def take(stage: str, loaders: list[Any], **_: Any) -> list[Any]:
+        return [lambda begin: begin()] * 2 if stage == "val_dataloader" else [None]
+
+    loop = SimpleNamespace(_data_source=Source(), _combined_loader=None)
+    fit = SimpleNamespace(epoch_loop=SimpleNamespace(val_loop=loop), **vars(loop))
+    collector = LoaderCollector(
+        trainer=SimpleNamespace(fit_loop=fit, validate_loop=loop, test_loop=loop, predict_loop=loop),
+        strategy=None,
+        agreement=None,
+        settings=AgreementSettings(),
+        combined=CombinedLoader,
+        tracker=ActionTracker(),
+        timeout_s=1.0,
+        tuner=SimpleNamespace(take=take),  # type: ignore[arg-type]
+    )
+    collector.attach()
+    for prepared in loop._data_source.dataloader():
+        assert collector.prepared(prepared) is own
+    assert type(own) is not OwnLoader
+    if by == "the end":
+        collector.detach()
+    else:
+        collector.prepared(own)
+    assert type(own) is OwnLoader
