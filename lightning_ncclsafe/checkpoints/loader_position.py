@@ -23,7 +23,6 @@ from torch.utils.data import (
 
 from lightning_ncclsafe.code.patching import ReplacedClass, is_plain_python
 from lightning_ncclsafe.probes.data.random_state import put_back, saved_states
-from lightning_ncclsafe.report.terminal import say_on_stderr
 
 UNUSABLE = (ValueError, TypeError, KeyError, RuntimeError, IndexError, AttributeError)
 """What unusable states of a checkpoint raise."""
@@ -34,14 +33,18 @@ _DEEPEST = 6
 _END = object()
 
 
-def loader_position(loader: Any) -> "LoaderPosition | None":
-    """The position of a loader; None if it cannot be kept."""
+def loader_position(loader: Any, say: Callable[[str], None]) -> "LoaderPosition | None":
+    """The position of a loader; None if it cannot be kept.
+
+    Args:
+        say: Prints a line if the loader cannot continue where it was.
+    """
     if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
         return _OwnState(loader)
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return None
     sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-    return _SamplerPosition(loader, sampler) if is_plain_python(type(sampler)) else None
+    return _SamplerPosition(loader, sampler, say) if is_plain_python(type(sampler)) else None
 
 
 class _OwnState:
@@ -59,7 +62,7 @@ class _OwnState:
             return "state" in record
         return not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
 
-    def resume(self, record: Mapping[str, Any] | None, batches: int, epoch: int, say: Callable[[str], None]) -> None:
+    def resume(self, record: Mapping[str, Any] | None, batches: int, epoch: int) -> None:
         if record is not None:
             self._loader.load_state_dict(record["state"])
 
@@ -77,9 +80,10 @@ class _SamplerPosition:
         sampler: Yields its indices, a batch or a sample at a time.
     """
 
-    def __init__(self, loader: DataLoader[Any], sampler: Any) -> None:
+    def __init__(self, loader: DataLoader[Any], sampler: Any, say: Callable[[str], None]) -> None:
         self._loader = loader
         self._sampler = sampler
+        self._say = say
         self._generators = [*_generators(loader, sampler)]
         # Whether the order depends only on settings, such as a seed and the epoch.
         known = (SequentialSampler, DistributedSampler, BatchSampler)
@@ -91,7 +95,6 @@ class _SamplerPosition:
         self._is_untouched = False
         self._resumed: tuple[Mapping[str, Any], int] | None = None
         self._own: Iterator[Any] | None = None
-        self._say: Callable[[str], None] = say_on_stderr
         parent = type(sampler)
         self._replaced = ReplacedClass(sampler, {"__iter__": lambda _: self._iterate(lambda: parent.__iter__(sampler))})
 
@@ -110,13 +113,13 @@ class _SamplerPosition:
         """Whether the order can be repeated: from the record, or because it depends only on seed and epoch."""
         return self._is_determined if record is None else "begin" in record
 
-    def resume(self, record: Mapping[str, Any] | None, batches: int, epoch: int, say: Callable[[str], None]) -> None:
+    def resume(self, record: Mapping[str, Any] | None, batches: int, epoch: int) -> None:
         """Lets the next epoch continue after these batches."""
         # With workers, Lightning would ask for indices before it sets the epoch.
         for part in (self._loader.sampler, *_parts(self._sampler)):
             if callable(set_epoch := getattr(part, "set_epoch", None)):
                 set_epoch(epoch)
-        self._resumed, self._say = (record or {}, batches), say
+        self._resumed = record or {}, batches
 
     def catch_up(self) -> None:
         """Skips the used indices now: after the last batch of an epoch, nothing else would."""

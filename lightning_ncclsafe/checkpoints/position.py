@@ -138,7 +138,7 @@ class DataPosition:
         self._release()
         fit = self._trainer.fit_loop
         found = fit._combined_loader.flattened if fit._combined_loader is not None else []
-        positions = [loader_position(getattr(loader, "wrapped_loader", loader)) for loader in found]
+        positions = [loader_position(getattr(loader, "wrapped_loader", loader), self._say_first) for loader in found]
         self._loaders = [position for position in positions if position is not None]
         if len(self._loaders) < len(positions):
             self._release()
@@ -155,7 +155,7 @@ class DataPosition:
         result = load_states()
         epoch = int(fit.epoch_progress.current.processed)
         for loader, record in zip(self._loaders, records, strict=True):
-            loader.resume(record, batches, epoch, self._say_first)
+            loader.resume(record, batches, epoch)
         self._is_resumed = True
         return result
 
