@@ -92,16 +92,16 @@ def budget_of(own: Capacity, local: Sequence[Capacity]) -> Budget:
     if own not in ranks:
         ranks.append(own)
     cores, cores_from = min(_core_shares(own, ranks))
-    memory = min(_memory_shares(own, ranks), default=None)
+    memory_bytes, memory_from = min(_memory_shares(own, ranks), default=(None, ""))
     shm_free = own.shm_free_bytes
     return Budget(
         cores=float(cores),
         workers=int(cores),
-        memory_bytes=None if memory is None else memory[0],
+        memory_bytes=memory_bytes,
         shm_bytes=None if shm_free is None else int(_MEMORY_SHARE * max(0, shm_free) / len(ranks)),
         open_files=None if own.open_files_left is None else int(_MEMORY_SHARE * own.open_files_left),
         cores_from=cores_from,
-        memory_from="" if memory is None else memory[1],
+        memory_from=memory_from,
     )
 
 
@@ -109,12 +109,8 @@ def _core_shares(own: Capacity, ranks: Sequence[Capacity]) -> list[tuple[Fractio
     """The share of the cores of the affinity mask, and of each quota above it; exact, as it is rounded down later."""
     masks = [_cpus(rank) for rank in ranks]
     sharing = [sum(cpu in mask for mask in masks) for cpu in _cpus(own)]
-    words = _cores(len(sharing))
-    if len(set(sharing)) > 1:
-        words += ", some of them shared with other ranks"
-    elif sharing[0] > 1:
-        words += f" shared by {sharing[0]} ranks"
-    found = [(sum((Fraction(1, count) for count in sharing), Fraction()), words)]
+    how = ", some of them shared with other ranks" if len(set(sharing)) > 1 else _shared_by(sharing[0])
+    found = [(sum((Fraction(1, count) for count in sharing), Fraction()), f"{_cores(len(sharing))}{how}")]
     # A larger quota further up may leave less for each rank, as more ranks share it.
     for group, quota_cores in own.quotas.items():
         count = sum(group in rank.quotas for rank in ranks)

@@ -62,7 +62,7 @@ class AdvisedLoader:
         self.user_workers = options.user_workers
         self.setting: LoaderSetting | None = None
         self._loader = loader
-        self._tried = 0
+        self._tried: Interval | None = None
         self._last: deque[Measurement] = deque(maxlen=_PUBLISHED)
         self._options = options
         self._has_generator = False
@@ -83,9 +83,9 @@ class AdvisedLoader:
         if setting is None:
             return None
         trial = setting.trial
-        if trial is None or trial.number == self._tried or interval < trial.interval:
+        if trial is None or trial.interval == self._tried or interval < trial.interval:
             return setting.workers
-        self._tried = trial.number
+        self._tried = trial.interval
         return trial.workers
 
     def measured(self, name: str) -> LoaderReport:

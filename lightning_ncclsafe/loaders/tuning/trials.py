@@ -39,12 +39,10 @@ class Trial:
     """Other workers, for one interval.
 
     Attributes:
-        number: Counts the trials of a loader.
         workers: ``num_workers``.
-        interval: The first one in which it may begin.
+        interval: The first one in which it may begin; later than that of any earlier trial of the loader.
     """
 
-    number: int
     workers: int
     interval: Interval
 
@@ -106,7 +104,6 @@ class Trials:
         self._is_over = False
         self._recent: deque[Measurement] = deque(maxlen=_KNOWN_BY)
         self._tried: Measurement | None = None
-        self._count = 0
         self._promised = 0.0
         self._spent_s = 0.0
         self._known_users: Measurement | None = None
@@ -183,9 +180,8 @@ class Trials:
             self._begin(forecast.workers, begins)
 
     def _begin(self, workers: int, begins: Interval) -> None:
-        self._count += 1
         self._tried = None
-        self.trial = Trial(number=self._count, workers=workers, interval=begins)
+        self.trial = Trial(workers=workers, interval=begins)
 
     def _judge(self, trial: Trial, after: Measurement) -> TrialOutcome | None:
         """Judges a trial once the workers in force are back."""
