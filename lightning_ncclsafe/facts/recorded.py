@@ -52,7 +52,7 @@ class Statement:
         detail: The rest of it in words, from the log.
         exit_code: The exit code of a process; minus the signal's number if a signal ended it.
         local_rank: Number of the process among those of its host.
-        count: How many ranks have arrived.
+        count: How many ranks have arrived, or are compared.
         of: How many should arrive.
         line: The line, cut to 300 characters.
     """

@@ -1,8 +1,10 @@
 """The lines of a log in bounded memory, without colours and the prefixes that launchers add, and messages in them."""
 
 import codecs
+import json
 import re
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import IO, Generic, NamedTuple, TypeVar
 
@@ -16,7 +18,10 @@ _COLOURS = re.compile(
     r"\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[\[(][0-9;?]*[ -/]*[@-~]|\x1b.|(?<![\w])\[\d{1,3}(?:;\d{1,3})*m"
 )
 # mpirun, Horovod and SageMaker; also in the middle of a line that a process has written in pieces.
-_TAG = re.compile(r"\[(?:\d+,)?(?:mpirank:)?(?P<stream>\d{1,6})(?:,algo-\d{1,6})?\]<std(?:err|out)>:")
+_TAG = re.compile(
+    r"\[(?:[\w.-]{1,80}@)?(?:\d+,)?(?:mpirank:)?(?P<stream>\d{1,6})(?:,algo-\d{1,6})?\](?:\[[\w.-]{1,60}:\d+\])?"
+    r"<std(?:err|out)>:"
+)
 # Any sequence of these may precede what a rank prints.
 _PREFIXES = (
     # torch, since 2.2; "[rank" is sometimes lost in copying, and a launcher may write it again
@@ -25,6 +30,11 @@ _PREFIXES = (
     # srun --label; not Horovod's lists of what a rank has not reached
     re.compile(r"(?P<stream>\d{1,6}): (?!\[(?!rank\d)[\w./:-]+(?:, |\]\s*$| \.\.\.))"),
     _TAG,
+    # journald, syslog
+    re.compile(
+        r"(?:[A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d(?:\.\d+)?|\d{4}-\d\d-\d\dT[\d:.]{8,15}(?:Z|[+-]\d\d:?\d\d))"
+        r" (?P<stream>[\w.-]{1,60} [\w.@-]{1,60}\[\d{1,8}\]): "
+    ),
     re.compile(r"[A-Z][a-z]{2} [A-Z][a-z]{2} [ \d]?\d \d\d:\d\d:\d\d \d{4}(?=\[\d)"),  # the time before that
     re.compile(r"\[(?P<stream>pod/[^\]]{1,200})\] "),  # kubectl logs --prefix
     re.compile(  # Ray, vLLM
@@ -36,12 +46,14 @@ _PREFIXES = (
     re.compile(
         r"(?P<stream>[a-z][a-z0-9]*(?:-[\w.-]{1,60}|\d[\w.-]{0,60})): (?=\[|Traceback|\s+File|[\w.]*Error)"
     ),  # pdsh
+    re.compile(r"(?P<stream>\d{1,3}(?:\.\d{1,3}){3}): "),  # pdsh, DeepSpeed: hosts by address
     re.compile(r"[\w.-]{1,60}/\d{1,4} (?=\[)"),  # torchx
     re.compile(r"std(?:err|out)(?:: | [FP] )"),  # Accelerate; containers of Kubernetes
     re.compile(r"\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d TP(?P<tp>\d{1,6})(?: EP\d{1,6})?\]\s?"),  # SGLang
-    re.compile(r"\[?\d{4}-\d\d-\d\d[T ]\d\d:\d\d(?::\d\d(?:[.,]\d+)?)?(?:Z|[+-]\d\d:?\d\d)?\]?:?\s*"),
+    # Further spaces are a traceback's own.
+    re.compile(r"\[?\d{4}-\d\d-\d\d[T ]\d\d:\d\d(?::\d\d(?:[.,]\d+)?)?(?:Z|[+-]\d\d:?\d\d)?\]?:?\s?"),
     re.compile(r"UTC [\w.-]{1,60} -- "),  # polyaxon
-    re.compile(r"\d\d:\d\d:\d\d(?:[.,]\d+)?\s+"),
+    re.compile(r"\d\d:\d\d:\d\d(?:[.,]\d+)?\s"),
     re.compile(r"\[?(?:ERROR|WARNING|INFO) \d\d-\d\d \d\d:\d\d:\d\d \[?[\w.]{1,60}:\d+\] ?"),  # vLLM
     re.compile(r"\[\d+\] (?=\[|\(|Traceback|\s+File|$)"),  # a line's number
     re.compile(r"\s{0,8}\d{1,6}\s{1,4}(?=\[rank\d)"),  # likewise, of an editor or a website
@@ -54,6 +66,11 @@ _NEXT = re.compile(
     r"(?<=.)(?=\[rank\d{1,6}\]:)|(?<=[^\s:])(?=\[[EF][ \d][^\]]{0,60}ProcessGroup)|(?<=[\w'])(?=terminate called)"
 )
 _UTF_16 = {b"\xff\xfe": "utf-16-le", b"\xfe\xff": "utf-16-be"}
+
+
+# Docker, Datadog, Fluent Bit, Google Cloud
+_WRAPPED_IN = ("message", "log", "msg", "textPayload")
+_WRITERS = ("pod_name", "pod", "host", "hostname")
 
 
 class Line(NamedTuple):
@@ -110,7 +127,24 @@ def telling(text: bytes, words: Iterable[bytes]) -> tuple[bytes, ...]:
 
 def parts(line: bytes) -> list[Line]:
     """A line without prefixes; one part per rank if several ranks have written into it."""
-    whole = taken_apart(line)
+    if line[:2] == b'{"' and (wrapped := _wrapped(line)) is not None:
+        stream, text = wrapped
+        inner = (part for one in text.splitlines() for part in _parts(_stripped(_COLOURS.sub("", one))))
+        return [part if part.stream else part._replace(stream=stream) for part in inner]
+    return _parts(taken_apart(line))
+
+
+def _wrapped(line: bytes) -> tuple[str, str] | None:
+    """Who wrote a line, and the line, which collectors of logs have put into JSON; None if it is something else."""
+    with suppress(ValueError, RecursionError):
+        data = json.loads(line)
+        said = next((data[key] for key in _WRAPPED_IN if isinstance(data.get(key), str)), None)
+        if said is not None:
+            return next((data[key][:60] for key in _WRITERS if isinstance(data.get(key), str)), ""), said
+    return None
+
+
+def _parts(whole: Line) -> list[Line]:
     if whole.text.count("[") < 2 and "terminate called" not in whole.text:
         return [whole]
     first, *others = _NEXT.split(whole.text, maxsplit=_MOST_PARTS)

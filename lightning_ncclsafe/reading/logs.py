@@ -5,6 +5,7 @@ import zlib
 from typing import IO
 
 from lightning_ncclsafe.facts import ExceptionFacts, LogFacts, Statement, StatementKind
+from lightning_ncclsafe.facts.recorded import SET_UP
 from lightning_ncclsafe.reading import starts, statements, tracebacks, watchdog
 from lightning_ncclsafe.reading.bars import LastBar, works_on
 from lightning_ncclsafe.reading.groups import DEFAULT_GROUP
@@ -20,12 +21,13 @@ from lightning_ncclsafe.reading.starts import (
     launcher_remark,
     loses_store,
     of_agents,
+    of_hosts,
     srun_ended,
     starts_again,
 )
 from lightning_ncclsafe.reading.statements import Statements, ended_child
 from lightning_ncclsafe.reading.tracebacks import RankException, Tracebacks
-from lightning_ncclsafe.reading.values import MOST_RANKS, ReadingError, frame
+from lightning_ncclsafe.reading.values import MOST_RANKS, ReadingError, frame, whole
 
 # Every useful line has one of these words; most lines, and most megabytes, have none.
 _WORDS = {*starts.WORDS, *statements.WORDS, *tracebacks.WORDS, *watchdog.WORDS}
@@ -41,6 +43,8 @@ _SOON = 8
 _OF_COLLECTIVES = ("NCCL", "arrier", "collective", "watchdog", "crash on rank")
 _FAILED_AT = "Stack trace of the failed collective"
 _PID = re.compile(r"\bpid=(\d+)")
+# torchrun's role and local rank
+_LOCAL = re.compile(r"[a-z_]+(\d{1,6})")
 _RAY_PID = re.compile(r"Worker PID: (\d+)")
 
 
@@ -56,7 +60,7 @@ class Log:
         self.unread = Unread()
         self._starts = Starts()
         self._tracebacks = Tracebacks()
-        self._rank_of: dict[str, int] = {}
+        self._rank_of: dict[str, int | None] = {}
         self._broken: list[str] = []
         self._broken_of: int | None = None
         self._failed: RankLog | None = None
@@ -132,7 +136,7 @@ class Log:
         return tuple(one for _, one in sorted(self._settled().items()) if one.has_finding)
 
     def _settled(self) -> dict[int, RankLog]:
-        return self._starts.last.settled(has_agents=self._starts.has_agents)
+        return self._starts.last.settled(has_agents=self._starts.has_agents, has_hosts=self._starts.has_hosts)
 
     @property
     def unnamed(self) -> tuple[ExceptionFacts, ...]:
@@ -190,7 +194,7 @@ class Log:
             self._start_again()
         rank = self._speaker(line)
         is_read = self._exceptions(line, rank, text)
-        is_read |= self._of_the_job(text)
+        is_read |= self._of_the_job(line, text)
         is_read |= self._begins_or_ends_regularly(rank, text)
         is_read |= self._stated(rank, text)
         is_read |= self._reported(rank, text)
@@ -199,12 +203,16 @@ class Log:
         if not is_read and not self._broken:
             self.unread.add(text)
 
-    def _of_the_job(self, text: str) -> bool:
+    def _of_the_job(self, line: Line, text: str) -> bool:
         """Reads what is said about all ranks, or by a launcher; whether a process ended."""
         self._frame_of_failed(text)
         if size := watchdog.world_size(text):
             self._starts.note_size(size)
-        self._starts.has_agents |= of_agents(text)
+        if of_agents(text):
+            self._starts.has_agents = True
+            # srun's task of another launcher than the first
+            self._starts.has_hosts |= line.stream.isdecimal() and whole(line.stream) > 0
+        self._starts.has_hosts |= of_hosts(text)
         remark = launcher_remark(text)
         if remark and len(self.remarks) < _MOST_REMARKS and remark not in self.remarks:
             self.remarks.append(remark)
@@ -252,18 +260,21 @@ class Log:
 
     def _speaker(self, line: Line) -> int | None:
         if line.rank is not None:
-            if line.stream:
-                self._rank_of.setdefault(line.stream, line.rank)
+            if line.stream and self._rank_of.setdefault(line.stream, line.rank) != line.rank:
+                # It is that of a host, or of a launcher.
+                self._rank_of[line.stream] = None
+            local = _LOCAL.fullmatch(line.stream)
+            self._starts.has_hosts |= local is not None and whole(local[1]) != line.rank
             self._file.speaks(line.rank)
             return line.rank
         if line.stream.isdecimal():
-            # The number is srun's task, which is the rank unless a line has said otherwise.
-            return self._rank_of.get(line.stream, int(line.stream))
+            # The number is srun's task, which is the rank unless torchrun has started the ranks.
+            return self._rank_of.get(line.stream, None if self._starts.has_agents else int(line.stream))
         return self._rank_of.get(line.stream) if line.stream else None
 
     def _exceptions(self, line: Line, rank: int | None, text: str) -> bool:
         """Keeps the exception that ends with this line; whether the line is about an exception."""
-        has_numbers = self._starts.world_size <= RANKS_OF_A_HOST
+        has_numbers = self._starts.world_size <= RANKS_OF_A_HOST and not self._starts.has_hosts
         found, is_read = self._tracebacks.read(line, rank, text, has_numbers=has_numbers)
         for one in found:
             self._raised(one)
@@ -338,7 +349,8 @@ class Log:
         """Reads what happened to the watchdog itself; whether the line is about that."""
         error, lost, stuck = watchdog.device_error(text), watchdog.backend_error(text), watchdog.stuck_s(text)
         if error:
-            rank_log.add_exception(ExceptionFacts(type="CUDA error", message=error))
+            follows = tracebacks.is_consequence("CUDA error", error)
+            rank_log.add_exception(ExceptionFacts(type="CUDA error", message=error, is_consequence=follows))
         if lost:
             rank_log.add_exception(ExceptionFacts(type="NCCL error", message=lost, is_consequence=True))
         if stuck and not rank_log.has_given_up:
@@ -369,7 +381,12 @@ class Log:
     def _awaits(self, awaited: watchdog.Awaited, rank_log: RankLog | None, text: str) -> None:
         # A desync report follows some lines after the rank that wrote it; a monitored barrier fails on rank 0.
         speaker = self._of(awaited.by) or rank_log or self._last or self._of(0)
-        if speaker is not None:
+        if speaker is not None and awaited.ranks == (speaker.rank,) and awaited.where != SET_UP:
+            # Nobody waits for itself: another rank has written this.
+            detail = f"others have waited for it in {awaited.where}, according to PyTorch"
+            said = Statement(kind=StatementKind.ABSENT, ranks=awaited.ranks, detail=detail, line=text.strip()[:300])
+            self._starts.now.add_statement(said)
+        elif speaker is not None:
             speaker.awaited.update(rank for rank in awaited.ranks if rank != speaker.rank)
             speaker.awaited_in = speaker.awaited_in or awaited.where
             speaker.quote(text)

@@ -2,10 +2,11 @@
 
 import re
 from collections.abc import Iterator
-from typing import NamedTuple
 
 from lightning_ncclsafe.facts import Statement, StatementKind
+from lightning_ncclsafe.reading.fingerprints import Mismatch
 from lightning_ncclsafe.reading.values import ranks, whole
+from lightning_ncclsafe.rules.kit.wording import clause
 
 _LONGEST_LINE = 300
 _LONGEST_DETAIL = 200
@@ -21,6 +22,7 @@ WORDS = (
     "Fatal Python error",
     "communicator data",
     "ranks",
+    "] finished ",
 )
 """Every first line of these messages has one of these words."""
 
@@ -33,7 +35,7 @@ class Spanning:
     """Reads them line by line: one reader for each form, which keeps a bounded number of lines."""
 
     def __init__(self) -> None:
-        self._readers = (_Mismatch(), _Counts(), _FirstToEnd(), _Fault(), _Stalled(), _Absent())
+        self._readers = (Mismatch(), _Counts(), _FirstToEnd(), _Fault(), _Stalled(), _Absent(), _Snapshot())
 
     @property
     def is_open(self) -> bool:
@@ -49,82 +51,6 @@ class Spanning:
         """The statements that the last lines of the file have begun."""
         for one in self._readers:
             yield from one.flush()
-
-
-class _Call(NamedTuple):
-    """What a rank runs, according to PyTorch's check; unknown fields are empty."""
-
-    rank: int
-    op: str
-    shape: str
-    seq: str
-
-    def words(self, *, with_number: bool) -> str:
-        """``"rank 1 runs allreduce of shape [51123456]"``."""
-        number = f" (number {self.seq})" if with_number and self.seq else ""
-        shape = f" of shape [{self.shape}]" if self.shape else ""
-        return f"rank {self.rank} runs {self.op or 'something else'}{shape}{number}"
-
-
-class _Mismatch:
-    """``Detected mismatch between collectives on ranks. Rank 1 is running collective: …, but Rank 0 is …``."""
-
-    _BEGINS = "Detected mismatch between collectives on ranks"
-    _ONE = re.compile(
-        r"Rank (?P<rank>\d+) is running (?:inconsistent )?collective: ?(?:CollectiveFingerPrint\()?(?P<body>.{0,600}?)"
-        r"(?=Rank \d+ is running|Collectives differ|$)"
-    )
-    _OP = re.compile(r"OpType=(\w+)|^(\w+)\.?\s*$")
-    _SHAPE = re.compile(r"TensorShape=\[([\d, ]*)\]")
-    _SEQ = re.compile(r"SequenceNumber=(\d+)")
-    _WRAPPED = re.compile(r" {5,}")
-
-    def __init__(self) -> None:
-        self._lines: list[str] = []
-
-    @property
-    def is_open(self) -> bool:
-        return bool(self._lines)
-
-    def read(self, text: str, _: int | None) -> Iterator[Statement]:
-        begins = self._BEGINS in text
-        if begins:
-            yield from self.flush()
-        if begins or self._lines:
-            self._lines.append(text.strip()[:4000])
-        if self._lines and (self._is_complete() or len(self._lines) >= _MOST_LINES):
-            yield from self.flush()
-
-    def flush(self) -> Iterator[Statement]:
-        calls = self._calls()
-        if calls:
-            same = len(calls) > 1 and len({call.op for call in calls}) == 1
-            numbers = len({call.seq for call in calls}) > 1
-            words = " and ".join(call.words(with_number=numbers) for call in calls)
-            yield Statement(
-                kind=StatementKind.OTHER_SIZES if same else StatementKind.OTHER_OPERATIONS,
-                ranks=ranks([call.rank for call in calls]),
-                detail=f"PyTorch's check of collectives reports that {words}"[: 2 * _LONGEST_DETAIL],
-                line=self._lines[0][:_LONGEST_LINE],
-            )
-        self._lines.clear()
-
-    def _calls(self) -> list[_Call]:
-        text = " ".join(self._lines)
-        found = list(self._ONE.finditer(text))
-        if len(found) < 2:
-            # Lines wrapped on a narrow page: words are torn, with five spaces in the middle.
-            found = list(self._ONE.finditer(self._WRAPPED.sub("", text))) or found
-        return [self._call(whole(one["rank"]), one["body"]) for one in found][:2]
-
-    def _call(self, rank: int, body: str) -> _Call:
-        op, shape, seq = self._OP.search(body.strip()), self._SHAPE.search(body), self._SEQ.search(body)
-        name = (op[1] or op[2]).lower() if op else ""
-        return _Call(rank, name, shape[1] if shape else "", seq[1] if seq else "")
-
-    def _is_complete(self) -> bool:
-        calls = self._calls()
-        return len(calls) == 2 and bool(calls[1].op) and bool(calls[1].shape or "." in self._lines[-1][-3:])
 
 
 class _FirstToEnd:
@@ -381,6 +307,68 @@ class _Absent:
 
     def flush(self) -> Iterator[Statement]:
         yield from ()
+
+
+class _Snapshot:
+    """The end of PyTorch's desync report, whose beginning is missing: who has finished and started which number.
+
+    ``#611 finished ranks:``, ``[0] finished ALLREDUCE``, ``#612 started ranks:``, ``[1] started ALLREDUCE``. Numbers
+    ascend, and each rank is listed once: whoever has finished a number before the last has not called the next one.
+    """
+
+    # A whole report says this itself, and names its writer.
+    _IS_WHOLE = ("our best knowledge", "Timeout at collective")
+    _SECTION = re.compile(r"^\s*#(\d+) (?:started|finished) ranks:\s*$")
+    _RANKS = re.compile(r"^\s*\[([\d, ]{1,4000})\] (started|finished) \w+\s*$")
+
+    def __init__(self) -> None:
+        self._is_whole = False
+        self._reset()
+
+    def _reset(self) -> None:
+        self._number = ""
+        self._finished: tuple[str, set[int]] | None = None
+        self._started: tuple[str, tuple[int, ...]] | None = None
+        self._has_lower = False
+        self._line = ""
+
+    @property
+    def is_open(self) -> bool:
+        return bool(self._line)
+
+    def read(self, text: str, _: int | None) -> Iterator[Statement]:
+        section, listed = self._SECTION.match(text), self._RANKS.match(text)
+        if any(words in text for words in self._IS_WHOLE):
+            self._is_whole = True
+        elif section is not None or listed is not None:
+            self._line = _line(text)
+            self._number = section[1] if section is not None else self._number
+            if listed is not None:
+                self._take(listed[2], ranks(listed[1]))
+        elif self.is_open:
+            yield from self.flush()
+
+    def _take(self, how: str, listed: tuple[int, ...]) -> None:
+        if how == "finished":
+            self._finished = self._finished or (self._number, set())
+            if self._finished[0] == self._number:
+                self._finished[1].update(listed)
+        elif self._finished is None:
+            # These ranks are behind those that have finished a later number.
+            self._has_lower = True
+        elif self._finished[0] != self._number:
+            self._started = self._started or (self._number, listed)
+
+    def flush(self) -> Iterator[Statement]:
+        if self._finished is not None and self._started is not None and not (self._is_whole or self._has_lower):
+            number, who = self._started
+            yield Statement(
+                kind=StatementKind.LATE,
+                ranks=ranks(sorted(self._finished[1])),
+                detail=f"by the end of PyTorch's desync report, {clause(who, 'has|have')} started number {number}",
+                line=self._line,
+            )
+        self._reset()
 
 
 def _least(sets: list[set[int]]) -> set[int]:

@@ -20,6 +20,8 @@ RANKS_OF_A_HOST = 8
 """Hosts hardly ever have more ranks than this, one for each GPU."""
 # Clocks of hosts differ by less, and consequences of a failure may follow within this time.
 _LONG_S = 10
+# Hosts with several GPUs hardly ever have fewer: if the lowest rank that speaks is higher, it may be on another host.
+_FEWEST_OF_A_HOST = 4
 # Exit codes of processes that end well, or that their launcher ends.
 _NO_CAUSE = (0, -15)
 
@@ -38,6 +40,12 @@ WORDS = (
     "Trainer.fit",
     " - CUDA_VISIBLE_DEVICES: [",
     "should dump",
+    "distributed/run",
+    "distributed.run",
+    "nodes",
+    "node_rank",
+    "num_machines",
+    "machine_rank",
 )
 """Every line that is read here has one of these words."""
 
@@ -55,6 +63,11 @@ _SRUN = re.compile(
 _AGENT = re.compile(
     r"distributed[./]elastic[./](?:agent|rendezvous|multiprocessing[./]api)|distributed[./]run\b|\btorchrun\b"
 )
+# What torchrun, DeepSpeed, Accelerate and Lightning are told, or print, about hosts
+_HOSTS = re.compile(
+    r"\b(?:nnodes|(?:min|max|num)_nodes|num_machines)\b['\"]?(?:\s{0,20}[=:]\s{0,4}|\s)['\"]?(?:\d+:)?(?P<number>\d+)"
+    r"|\b(?:node|machine)_rank\b['\"]?(?:\s{0,20}[=:]\s{0,4}|\s)['\"]?(?P<rank>\d+)"
+)
 _CHILD = re.compile(r"\[rank: (\d+)\] Child process with PID (\d+) terminated with code (-?\d+)")
 _ENDINGS = (
     (
@@ -63,7 +76,7 @@ _ENDINGS = (
     ),
     (re.compile(r"CANCELLED AT \S{1,40} DUE TO TIME LIMIT"), "SLURM ended the job because its time was up."),
     (re.compile(r"CANCELLED AT \S{1,40} DUE TO PREEMPTION"), "SLURM ended the job for another one (preemption)."),
-    (re.compile(r"DUE TO NODE FAILURE|NODE_FAIL"), "SLURM reports a node failure."),
+    (re.compile(r"DUE TO NODE FAILURE|NODE_FAIL|srun: error: Node failure on"), "SLURM reports a node failure."),
 )
 _BEGINS = re.compile(r"LOCAL_RANK: \d+ - CUDA_VISIBLE_DEVICES: ")
 _FINISHED = re.compile(r"`Trainer\.fit` stopped: `?(?P<why>max_(?:epochs|steps)=\d+)` reached")
@@ -101,6 +114,7 @@ class Start:
     lost_store: set[int] = field(default_factory=set)
     reported: dict[int, tuple[int, str, int]] = field(default_factory=dict)
     finished: str = ""
+    _may_be_elsewhere: bool = False
 
     @property
     def has_finding(self) -> bool:
@@ -146,14 +160,16 @@ class Start:
         if len(self.tasks) < _MOST_SAID:
             self.tasks.append(task)
 
-    def settled(self, *, has_agents: bool) -> dict[int, RankLog]:
+    def settled(self, *, has_agents: bool, has_hosts: bool) -> dict[int, RankLog]:
         """What is said about each rank, with the ends of processes whose rank can be concluded.
 
         Statements about the end of such a process are dropped; those of no single rank are left.
 
         Args:
             has_agents: Whether torchrun has started the ranks, so that SLURM's tasks are not ranks.
+            has_hosts: Whether the job has several hosts, so that the number of a process on its host is not its rank.
         """
+        self._may_be_elsewhere = has_hosts or min(self.ranks, default=0) >= _FEWEST_OF_A_HOST
         has_table = any(one.exit_code is not None for one in self.ranks.values())
         ends = [one for one in self.statements if one.kind is StatementKind.ENDED and one.exit_code is not None]
         may_be_first = not any(_is_fatal(one.exit_code) for one in ends if one.detail == OF_EACH)
@@ -231,7 +247,7 @@ class Start:
         if statement.ranks:
             return statement.ranks[0]
         highest = max([self.world_size, *(rank + 1 for rank in self.ranks)])
-        return statement.local_rank if highest <= RANKS_OF_A_HOST else None
+        return statement.local_rank if highest <= RANKS_OF_A_HOST and not self._may_be_elsewhere else None
 
     def _attribute(self) -> None:
         """Gives the only exception of an unknown rank to the only rank that failed without a known exception."""
@@ -252,10 +268,12 @@ class Starts:
 
     Attributes:
         has_agents: Whether torchrun has started the ranks.
+        has_hosts: Whether the job has several hosts.
     """
 
     def __init__(self) -> None:
         self.has_agents = False
+        self.has_hosts = False
         self._by_number: dict[int, Start] = {}
         self._number = 0
         self._world_size = 0
@@ -389,6 +407,11 @@ def srun_ended(text: str) -> list[Ended]:
 def of_agents(text: str) -> bool:
     """Whether torchrun wrote this line; it starts the ranks itself, so that SLURM's tasks are its agents."""
     return _AGENT.search(text) is not None
+
+
+def of_hosts(text: str) -> bool:
+    """Whether a launcher's line is about several hosts, or another one than the first."""
+    return any(whole(one["number"] or "0") > 1 or whole(one["rank"] or "0") > 0 for one in _HOSTS.finditer(text))
 
 
 def _tasks(words: str) -> list[int]:

@@ -35,9 +35,11 @@ _not_joined = partial(message, StatementKind.NOT_JOINED)
 _waited = partial(message, StatementKind.STORE_WAIT)
 _unreachable = partial(message, StatementKind.UNREACHABLE)
 _lost = partial(message, StatementKind.PEER_LOST)
+_LISTED = r"\[(?P<listed>\d[\d, ]{0,4000})\]"
 
 # Groups of the patterns: ``code``, or ``signal`` by its name or number, with which a process ended; ``rank`` and
-# ``other``, whom it is about; ``local``, its number within its host; ``by``, who says so; ``came`` of how many.
+# ``other``, or those ``listed``, whom it is about; ``local``, its number within its host; ``by``, who says so; ``came``
+# of how many.
 _MESSAGES = (
     # torchrun, and what builds on it; of torch 1.9
     _ended("exitcode: ", r"failed \(exitcode: (?P<code>-?\d+)\) local_rank: (?P<local>\d+) \(pid: \d+\)", "torchrun"),
@@ -100,6 +102,18 @@ _MESSAGES = (
         "Ray's memory monitor",
         code=-9,
     ),
+    _ended(
+        "memory pressure",
+        r"\b[1-9]\d{0,6} Workers \(tasks / actors\) killed due to memory pressure",
+        "Ray's memory monitor",
+        code=-9,
+    ),
+    _ended(
+        "has been marked dead",
+        r"The node with node id: \w{1,80} and address: (?P<where>\S{1,100}) .{0,200}has been marked dead",
+        "Ray reports that the host {where} is dead, or does not answer",
+    ),
+    _ended("its node has died", r"The actor died because its node has died", "Ray reports that a host has died"),
     # The number of a worker of Ray's trainers is its rank.
     _ended(
         "has failed",
@@ -184,6 +198,19 @@ _MESSAGES = (
         "onitoredBarrier",
         r"Rank (?P<by>\d{1,7}) successfully reached monitoredBarrier, but .{0,80}from rank (?P<rank>\d{1,7})",
     ),
+    # Ray Train: workers that wait in a report, and those that have not called it when it is given up
+    message(
+        StatementKind.LATE,
+        "to join the `",
+        rf"to join the `(?P<call>[\w.]{{1,100}})` call: {_LISTED}",
+        "Ray warns that others wait in `{call}`",
+    ),
+    message(
+        StatementKind.ABSENT,
+        "The following ranks have not",
+        rf"The following ranks have not (?:called it|joined [\w ]{{1,60}}): {_LISTED}",
+        "others have waited in vain in a report, according to Ray",
+    ),
     # Connections, of gloo, NCCL's sockets and its network plugins
     _lost("Connection ", rf"{_OF_RANKS}(?P<said>Connection (?:was )?(?:closed|reset) by (?:remote )?peer)", "{said}"),
     _lost("roken pipe", rf"{_OF_RANKS}(?P<said>failed : Broken pipe)", "{said}"),
@@ -252,6 +279,13 @@ _MESSAGES = (
         "rank {rank}'s model has {mine} parameters, and it has read {theirs} from rank {other}",
     ),
     message(
+        StatementKind.OTHER_MODEL,
+        "appears not to match",
+        r"\[(?P<by>(?P<rank>\d+))\]: (?P<which>params\[\d+\]) in this process with sizes (?P<mine>\[[\d, ]*\]) "
+        r"appears not to match \w+ of the same param in process (?P<other>\d+)",
+        "{which} of rank {rank} has sizes {mine}, and it has read others from rank {other}",
+    ),
+    message(
         StatementKind.OTHER_OPERATIONS,
         "Culprit rank",
         r"Culprit rank (?P<rank>\d+); (?P<why>[^\n]{0,200}MISMATCH[^\n]{0,200})",
@@ -281,7 +315,7 @@ def _said(found: Found[StatementKind]) -> Statement:
     by, local, came, of = ([*found.of(name), None][0] for name in ("by", "local", "came", "of"))
     return Statement(
         kind=found.message.kind,
-        ranks=ranks(found.of("rank", "other")),
+        ranks=ranks([*found.of("rank", "other"), *found.groups.get("listed", "").split(",")]),
         by=next(iter(ranks([by])), None),
         detail=found.words[:_LONGEST_DETAIL],
         exit_code=_code(found) if found.message.kind is StatementKind.ENDED else None,

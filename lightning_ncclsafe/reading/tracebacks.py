@@ -33,8 +33,9 @@ _CONSEQUENCE_TYPES = re.compile(
 _CONSEQUENCE_TEXTS = re.compile(
     r"gloo/|Gloo connect|\[c10d\]|[Cc]onnection (?:closed|reset) by|pair closure|Broken pipe|NCCL|ncclUniqueId"
     r"|monitored_?[Bb]arrier|store based barrier|Socket Timeout|wait timeout after|waiting for (?:clients|key)"
-    r"|Caught collective operation timeout|Detected mismatch between collectives|DDP expects same model"
-    r"|DataLoader worker .* killed by signal: (?:Terminated|Aborted)|^Wait timeout$"
+    r"|[Cc]aught collective operation timeout|Detected mismatch between collectives|DDP expects same model"
+    r"|appears not to match \w+ of the same param|driver shutting down"
+    r"|DataLoader worker .* killed by signal: Terminated|^Wait timeout$"
 )
 # Errors of the rank itself that torch raises like errors between ranks.
 _OWN_TEXTS = re.compile(

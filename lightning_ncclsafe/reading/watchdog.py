@@ -74,6 +74,7 @@ WORDS = (
     "Num processes",
     "MEMBER: ",
     "Starting with ",
+    "called by all ",
 )
 """Every line that is read here has one of these words."""
 
@@ -84,9 +85,10 @@ _BROKEN = re.compile(
     r"|\[E[^\]]{0,60}ProcessGroupNCCL\.cpp:\d+\] ?\[(?:Rank|PG)\b(?!.*(?:timing out|work: -?\d)).*[^.:!\s]$"
     r"|(?:detected\s*by\s*watchdog\s*at\s*work|Timeout at NCCL work)(?!.*last\s*completed[^:]*:\s*-?\d)"
 )
-_WORK = re.compile(r"WorkNCCL\((?P<body>[^\n]{1,400})")
+# NCCL, Ascend's HCCL, Intel's XCCL
+_WORK = re.compile(r"Work[A-Z]{1,3}CCL\((?P<body>[^\n]{1,400})")
 _WORK_RANK = re.compile(
-    r"\[Rank (\d+)\] (?:Watchdog caught|Caught collective|Work WorkNCCL|Collective WorkNCCL|Found key)"
+    r"\[Rank (\d+)\] (?:Watchdog caught|Caught collective|Work Work[A-Z]|Collective Work[A-Z]|Found key)"
 )
 # With the next character, as another rank may have written into the middle of a word or number.
 _SEQ = re.compile(r"SeqNum=(\d+)(?=[,)])")
@@ -130,10 +132,19 @@ _SNAPSHOT = re.compile(r"#(?P<seq>\d+) (?P<how>started|finished) ranks:")
 _SNAPSHOT_STARTED = re.compile(r"^\s*\[(?P<ranks>[\d, ]+)\] started (?P<op>\w+)\s*$")
 _SIZES = re.compile(
     r"(?:\b|_)world_?size\"?[=:]\s?(\d+)|\bMEMBER: \d+/(\d+)|\bnranks (\d+)|Starting with (\d+) processes"
-    r"|\bNum processes: (\d+)",
+    r"|\bNum processes: (\d+)|\bcalled by all (\d+) workers in the group",
     re.IGNORECASE,
 )
-_SIZE_WORDS = ("orld_size", "orldsize", "WORLD_SIZE", "MEMBER: ", "nranks ", "Starting with ", "Num processes: ")
+_SIZE_WORDS = (
+    "orld_size",
+    "orldsize",
+    "WORLD_SIZE",
+    "MEMBER: ",
+    "nranks ",
+    "Starting with ",
+    "Num processes: ",
+    "called by all ",
+)
 _FRAME = re.compile(r"\s*#\d+ (?P<function>.+?) from (?P<file>.+?):(?P<line>\d+)\s*$")
 
 _OPS = {

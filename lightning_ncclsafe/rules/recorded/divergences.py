@@ -138,11 +138,14 @@ def _stated_finding(view: Timeline, kind: StatementKind, why: str) -> Iterator[F
     """
     found = stated(view, kind)
     if found and conflict(view) is None and not failed(view):
-        # The same words about several ranks are one statement.
+        # Ranks compare themselves with one other each: the first may not have seen yet which of them is the odd one.
+        said = min(found, key=lambda one: (one.count == 1, not one.ranks, len(one.ranks)))
         yield finding(
             view,
-            LogStatements(one for one in found if one.detail == found[0].detail).ranks,
-            f"{next(iter(found.details), 'a check of collectives has failed')}: {why}.",
+            # The same words about several ranks are one statement.
+            LogStatements(one for one in found if one.detail == said.detail).ranks,
+            f"{said.detail or 'a check of collectives has failed'}: {why}.",
+            confidence=Confidence.POSSIBLE if said.count == 1 else Confidence.LIKELY,
             evidence=found.evidence,
         )
 
