@@ -133,6 +133,16 @@ _MESSAGES = (
         "the kernel's log",
         code=-9,
     ),
+    # A shell, about a program that is no launcher
+    *(
+        _ended(
+            word,
+            rf"\bline \d+:\s+\d+ {word}\b(?!.*(?:torch\.distributed|deepspeed|accelerate|lightning)).{{0,200}}\bpython",
+            "the shell",
+            code=code,
+        )
+        for word, code in (("Killed", -9), ("Segmentation fault", -11), ("Bus error", -7))
+    ),
     # SLURM and Kubernetes
     _ended("oom", r"[Dd]etected \d+ oom[-_]kill event", "SLURM", code=-9),
     _ended("OOMKilled", r"\bOOMKilled\b", "Kubernetes", code=-9),

@@ -312,3 +312,26 @@ def test_a_driver_that_shuts_down_follows_from_the_end_of_its_process() -> None:
 def test_ray_reports_the_end_of_processes_and_hosts(text: str, confidence: Confidence) -> None:
     assert said(f"{text}\n") == ("dead-rank", (), confidence)
     assert read("(raylet) 0 Workers (tasks / actors) killed due to memory pressure (OOM), 1 Workers crashed\n") is None
+
+
+def test_lines_that_say_different_things_are_told_apart() -> None:
+    lines = "[rank1]: RuntimeError: CUDA error: an illegal memory access\n[rank0]: RuntimeError: bad label {}\n"
+    found = judged(lines.format(4) + "[rank2]: RuntimeError: bad label 5\n").findings
+    assert [one.ranks for one in found] == [(0, 2), (1,)]
+
+
+@pytest.mark.parametrize("code", [-9, -11])
+def test_a_rank_that_had_given_up_is_not_dead_for_another_reason(code: int) -> None:
+    gave_up = "world_size=4\n" + "".join(map(timeout, range(4)))
+    assert first(gave_up + ENDED.format(code)).rule == "all-joined"
+    assert said(gave_up.replace(timeout(2), "") + ENDED.format(code)) == ("dead-rank", (2,), LIKELY)
+
+
+SHELL = "/var/spool/slurmd/job61/slurm_script: line 16: 723537 {}                  {}\n"
+
+
+def test_a_shell_reports_the_end_of_a_program() -> None:
+    for how in ("Killed", "Segmentation fault (core dumped)", "Bus error"):
+        assert said(SHELL.format(how, "python3 train.py")) == ("dead-rank", (), LIKELY)
+        for launcher in ("python -m torch.distributed.run train.py", "accelerate launch train.py", "make"):
+            assert read(SHELL.format(how, launcher)) is None

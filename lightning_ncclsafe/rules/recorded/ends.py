@@ -38,13 +38,18 @@ def fatal_signal_of(view: Timeline, rank: int) -> int:
 
 
 def died(view: Timeline) -> tuple[int, ...]:
-    """Ranks whose process ended by a fault or from outside, not by a launcher after another failure; ascending."""
+    """Ranks whose process ended by a fault or from outside, not by a launcher after another failure; ascending.
+
+    A rank whose own watchdog had given up before had waited for others: its end follows from that.
+    """
     records = {rank: facts.record for rank, facts in sorted(view.facts.items()) if facts.record is not None}
     first = {view.facts[rank].host for rank, record in records.items() if record.ended_first}
     return tuple(
         rank
         for rank, record in records.items()
-        if fatal_signal_of(view, rank) and (record.ended_first or view.facts[rank].host not in first)
+        if fatal_signal_of(view, rank)
+        and not record.waited_ms
+        and (record.ended_first or view.facts[rank].host not in first)
     )
 
 

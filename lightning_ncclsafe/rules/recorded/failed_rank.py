@@ -52,8 +52,9 @@ _REMEDIES = {
 _OF_PEERS = (StatementKind.PEER_LOST, StatementKind.UNREACHABLE, StatementKind.NOT_JOINED, StatementKind.ENDED)
 _ENDED_WORKER = re.compile(r"DataLoader worker .{0,40}killed by signal: Terminated")
 # These have one meaning only.
-_OF_WATCHDOG = "CUDA error"
-_SURE = ("Duplicate GPU", "Mismatched NCCL version", _OF_WATCHDOG)
+_SURE = ("Duplicate GPU", "Mismatched NCCL version", "CUDA error")
+_NUMBERS = re.compile(r"\d+")
+_SAME = 60
 
 
 @recorded_rule(superseded=is_told_as_exception)
@@ -72,12 +73,12 @@ def failed_rank(view: Timeline) -> Iterator[Finding]:
     Cannot see:
         Whether the rank's own code caught the exception and continued; which rank it was if the log does not say.
     """
-    alike: dict[tuple[str, ...], list[int]] = defaultdict(list)
+    alike: dict[tuple[tuple[str, str], str], list[int]] = defaultdict(list)
     for rank in raised(view):
         exception = view.facts[rank].exception
-        # A watchdog has no place, and devices fail in different ways.
-        what = exception.message if exception is not None and exception.type == _OF_WATCHDOG else ""
-        alike[(*type_and_place(view.facts[rank]), what)].append(rank)
+        # Without a place, only what they say shows whether they are the same.
+        what = _NUMBERS.sub("", exception.message)[:_SAME] if exception is not None and not exception.stack else ""
+        alike[type_and_place(view.facts[rank]), what].append(rank)
     for ranks in alike.values():
         yield _finding(view, tuple(ranks))
     unnamed = [exception for exception in view.job.unnamed if not exception.is_consequence]
