@@ -325,6 +325,10 @@ def test_a_rank_that_had_given_up_is_not_dead_for_another_reason(code: int) -> N
     gave_up = "world_size=4\n" + "".join(map(timeout, range(4)))
     assert first(gave_up + ENDED.format(code)).rule == "all-joined"
     assert said(gave_up.replace(timeout(2), "") + ENDED.format(code)) == ("dead-rank", (2,), LIKELY)
+    nameless = f"[launch.py:325:sigkill_handler] ['python', '--local_rank=3'] exits with return code = {code}\n"
+    assert first(gave_up + nameless).rule == "all-joined"
+    assert first(gave_up.replace(timeout(2), "") + nameless).rule == "dead-rank"
+    assert first(gave_up + "slurmstepd: error: Detected 1 oom_kill event in StepId=1.0.\n").rule == "dead-rank"
 
 
 SHELL = "/var/spool/slurmd/job61/slurm_script: line 16: 723537 {}                  {}\n"

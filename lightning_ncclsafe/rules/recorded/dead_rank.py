@@ -38,6 +38,8 @@ _REMEDY_ENDED = (
     "If it has finished without an error, it had fewer steps than the others, or it alone was asked to stop. "
     "Otherwise something has ended it."
 )
+# Who reports that the kernel, or a monitor, has ended a process because memory ran out.
+_OF_MEMORY = ("SLURM", "Kubernetes", "the kernel's log", "Ray's memory monitor")
 _REMEDIES = {
     -9: (
         "If the kernel's log (dmesg) of its host names the out-of-memory killer, use less memory on the host: fewer "
@@ -84,9 +86,12 @@ def dead_rank(view: Timeline) -> Iterator[Finding]:
 def _killed(view: Timeline) -> LogStatements:
     """Ends of processes of unknown ranks, except by an exception or an abort.
 
-    A process whose watchdog is stuck is ended by PyTorch: that may be the one that has ended in an unknown way.
+    A process whose watchdog is stuck is ended by PyTorch: that may be the one that has ended in an unknown way. If all
+    ranks have given up before, a process may end in any way, but memory runs out for a reason of its own.
     """
-    ends = stated(view, StatementKind.ENDED)
+    records = [facts.record for facts in view.facts.values()]
+    all_gave_up = view.job.is_sized and sum(bool(one and one.waited_ms) for one in records) == view.job.world_size
+    ends = [one for one in stated(view, StatementKind.ENDED) if not all_gave_up or one.detail in _OF_MEMORY]
     is_stuck = any(facts.record is not None and facts.record.stuck_s for facts in view.facts.values())
     return LogStatements(
         one for one in ends if fatal_signal(one.exit_code) or (one.exit_code is None and (one.ranks or not is_stuck))
