@@ -244,7 +244,7 @@ def test_a_rank_that_works_may_be_late_for_a_group_and_one_that_waits_elsewhere_
 def test_groups_of_other_members_under_one_number_are_made_by_their_members(
     others: tuple[int, ...], is_told: bool
 ) -> None:
-    """Each pair makes its own group: all have made as many, and rank 0 waits where ranks 2-3 have answered for rank 1."""
+    """Each pair makes its own group. All have made as many; rank 0 waits, as ranks 2-3 have answered for rank 1."""
     place = "/home/me/project/train.py:20 in setup"
     maker = scenes.makes_group(GLOO, 0, 3, place)
 
