@@ -54,11 +54,13 @@ def functions_of(file: Path) -> frozenset[str]:
 
 def missing(place: CodePlace, folder: Path) -> list[str]:
     """What of a place is not there: its file, or names of functions that no such file has."""
-    files = [folder / file for file in files_of(folder) if re.fullmatch(glob(place.file), file)]
+    is_place = re.compile(glob(place.file)).fullmatch
+    files = [folder / file for file in files_of(folder) if is_place(file)]
     if not files:
         return [place.file]
     found = {name for file in files for name in functions_of(file)} if place.functions or place.but else set()
-    return [name for name in (*place.functions, *place.but) if not any(re.fullmatch(glob(name), one) for one in found)]
+    names = (*place.functions, *place.but)
+    return [name for name in names if not any(map(re.compile(glob(name)).fullmatch, found))]
 
 
 def resolved() -> Iterator[tuple[CodePlace, str]]:
