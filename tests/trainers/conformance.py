@@ -140,6 +140,11 @@ def loader(shuffle: bool = False) -> DataLoader[Any]:
     return DataLoader(TensorDataset(ROWS), batch_size=4, shuffle=shuffle)
 
 
+def validation() -> DataLoader[Any]:
+    """Two batches of each rank, which is as telling as four."""
+    return DataLoader(TensorDataset(ROWS[:16]), batch_size=4)
+
+
 def digest(tensors: dict[str, Any]) -> str:
     """Of this rank's part of what may be split among ranks."""
     whole = hashlib.sha256()
@@ -191,7 +196,7 @@ class Bench:
 
     def fitted(self, trainer: L.Trainer, model: Model | None = None, **more: Any) -> dict[str, Any]:
         model = model or Model()
-        trainer.fit(model, loader(shuffle=True), loader(), **more)
+        trainer.fit(model, loader(shuffle=True), validation(), **more)
         return self.told(trainer, model)
 
     def told(self, trainer: L.Trainer, model: Model) -> dict[str, Any]:
@@ -216,7 +221,10 @@ def plain(bench: Bench) -> dict[str, Any]:
     first = bench.fitted(trainer, model)
     trainer.fit_loop.max_epochs = 2
     again = bench.fitted(trainer, model)
-    others = [trainer.validate(model, loader(), verbose=False), trainer.test(model, loader(), verbose=False)]
+    others = [
+        trainer.validate(model, validation(), verbose=False),
+        trainer.test(model, validation(), verbose=False),
+    ]
     predicted = trainer.predict(model, loader())
     own = type(trainer.strategy).__name__
     return {
