@@ -38,7 +38,12 @@ ALONE = "tests/trainers/"
 BESIDE = ("tests/trainers/test_conformance.py", "tests/trainers/test_data.py")
 # These take long, and start no programs that import torch: begun while what those are forked from is not there yet, and
 # not when all others have ended and a core would have nothing to do.
-FIRST = ("tests/test_suite_ends.py", "tests/timing/test_bounded.py", "tests/reading/test_written_incidents.py")
+FIRST = (
+    "tests/test_suite_ends.py",
+    "tests/timing/test_bounded.py",
+    "tests/timing/test_stragglers.py",
+    "tests/reading/test_written_incidents.py",
+)
 # Times the limit that pytest-timeout gives a test. It ends the process itself, unless this is stopped or holds the
 # interpreter's lock, or the test has failed already, as the teardown has no limit then.
 SLACK = 1.25
@@ -189,6 +194,8 @@ def run_pytest(first: PytestEnd, others: list[PytestEnd], arguments: list[str]) 
     for number in (1, 2):
         os.dup2(first.log.fileno(), number)
     sys.path[0] = os.getcwd()  # As with ``python -m pytest``.
+    # Else every run rewrites the assertions of all files, which is half of what it takes to collect them.
+    sys.dont_write_bytecode = False
     requests = FileRequests(first, others)
     status = int(pytest.main(["--quiet", *arguments], plugins=[requests]))
     requests.send(status=status, at="the end of the process")
