@@ -17,10 +17,12 @@ from typing import Any
 
 import lightning.pytorch as pl
 import numpy
-import psutil
 import torch
 from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader, Dataset
+
+sys.path.append(str(Path(__file__).parents[1]))
+from children import living, pids_of_children  # type: ignore[import-not-found]
 
 from lightning_ncclsafe import HostPreflight, HostPreflightError, LoaderTuner, SafeDDP
 
@@ -58,8 +60,7 @@ class Net(pl.LightningModule):
         self.note()
 
     def note(self) -> None:
-        alive = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
-        self.workers.add(len(alive))
+        self.workers.add(len(living(pids_of_children(os.getpid()))))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=1e-9)
@@ -147,7 +148,7 @@ def main() -> None:
         "error": error,
         "samples": net.seen,
         "workers": sorted(net.workers),
-        "workers_after": len(psutil.Process().children()),
+        "workers_after": len(pids_of_children(os.getpid())),
         "threads_after": [thread.name for thread in threading.enumerate() if thread.name.startswith("ncclsafe")],
         "loader_after": [type(train).__name__, type(train) is DataLoader, train.num_workers, validate.num_workers],
     }

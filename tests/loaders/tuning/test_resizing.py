@@ -9,7 +9,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from operator import gt
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from children import living, pids_of_children
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from polling import until
 from torch.utils.data import (
@@ -196,23 +196,9 @@ OTHERS: set[int] = set()
 """Processes that were there before the test: other tests' programs are started by one."""
 
 
-def pids_of_children(pid: int) -> set[int]:
-    """Those that have ended included, and without a look at all processes of the machine, which psutil takes."""
-    found: set[int] = set()
-    for thread in Path(f"/proc/{pid}/task").iterdir():
-        with suppress(OSError):  # it has ended
-            found.update(map(int, (thread / "children").read_text().split()))
-    return found
-
-
 def children(pid: int) -> list[psutil.Process]:
     """Those of a process that live and are the test's."""
-    living = []
-    for child in sorted(pids_of_children(pid) - OTHERS):
-        with suppress(psutil.NoSuchProcess):
-            if (process := psutil.Process(child)).status() != psutil.STATUS_ZOMBIE:
-                living.append(process)
-    return living
+    return living(pids_of_children(pid) - OTHERS)
 
 
 def own_children() -> list[psutil.Process]:

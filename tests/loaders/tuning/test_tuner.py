@@ -1,13 +1,14 @@
 """Ranks that are threads: one budget, one setting on all, and nothing left behind."""
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
+from children import living, pids_of_children
 from own_threads import own_threads
 from polling import until
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -46,7 +47,7 @@ class Stream(IterableDataset[int]):
 
 
 def children() -> int:
-    return sum(child.status() != psutil.STATUS_ZOMBIE for child in psutil.Process().children())
+    return len(living(pids_of_children(os.getpid())))
 
 
 class Ranks:
