@@ -4,7 +4,8 @@ Run by the tests as a program: ``python logging_scenario.py FOLDER kill full-dis
 to import torch takes seconds, but ends as a program of its own would. It works in ``FOLDER/<case>``: ``logs`` and
 ``staging`` are there, what it printed is in ``output.txt``, and ``steps.txt`` says which step had been logged when.
 The exit codes and the times of the ends are printed as JSON. ``--again`` starts the same cases once more, when nothing
-goes wrong any more; with ``--own-mounts`` nobody else sees the disks that they mount.
+goes wrong any more; with ``--own-mounts`` nobody else sees the disks that they mount; and with ``--here`` the only case
+is the program itself, and prints where that does.
 """
 
 import ctypes
@@ -375,7 +376,7 @@ def main() -> None:
     # So that the end of each process does not look at everything that was imported.
     gc.freeze()
     # A launcher that starts this program again has one case for it, and takes its output.
-    if "LOCAL_RANK" not in os.environ:
+    if "LOCAL_RANK" not in os.environ and "--here" not in options:
         name = fork_each(Path(folder), names)
         if name is not None:
             sys.argv[2:] = [name]

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -67,6 +68,14 @@ def run(warm: Warm, folder: Path, *names: str) -> Cases:
     codes, output = warm.run([str(SCENARIO), str(folder), *names], folder, timeout_s=150)
     assert codes == [0], output
     return cases_in(folder, output)
+
+
+def run_launcher(warm: Warm, folder: Path, name: str) -> Cases:
+    """Runs a case that starts its second rank as a program, whose parent it has to be: it is no fork of another."""
+    (folder / name).mkdir()
+    codes, output = warm.run([str(SCENARIO), str(folder), name, "--here"], folder, timeout_s=150, children=1)
+    (folder / name / "output.txt").write_text(output)
+    return {name: case_in(folder / name, codes[0], time.time())}
 
 
 def run_as_root(folder: Path, *names: str) -> Cases:
@@ -132,13 +141,14 @@ class Programs:
     crashed: "Future[Crashed]"
     ended: "Future[Cases]"
     on_small_disks: "Future[Cases | None]"
-    launched: "Future[Cases]"
+    forks: "Future[Cases]"
+    launches: "Future[Cases]"
 
 
 @pytest.fixture(scope="module")
 def programs(warm: Warm, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Programs]:
-    crashed, ended, small_disks, launched = map(
-        tmp_path_factory.mktemp, ("crashed", "ended", "small_disks", "launched")
+    crashed, ended, small_disks, forks, launches = map(
+        tmp_path_factory.mktemp, ("crashed", "ended", "small_disks", "forks", "launches")
     )
     names = ("sigterm", "sigint", "raise", "sys-exit", "on-exception", "finalize", "no-versions", "no-logs")
     more_names = ("no-staging-any-more", "child", "nested", "twice", "fit-test", "requeue")
@@ -147,7 +157,8 @@ def programs(warm: Warm, tmp_path_factory: pytest.TempPathFactory) -> Iterator[P
             crashed=pool.submit(crash, warm, crashed),
             ended=pool.submit(run, warm, ended, *names, *more_names),
             on_small_disks=pool.submit(run_on_small_disks, warm, small_disks),
-            launched=pool.submit(run, warm, launched, "fork", "popen", "guard"),
+            forks=pool.submit(run, warm, forks, "fork", "guard"),
+            launches=pool.submit(run_launcher, warm, launches, "popen"),
         )
 
 
@@ -193,7 +204,7 @@ def on_small_disks(programs: Programs) -> Cases:
 
 @pytest.fixture(scope="module")
 def launched(programs: Programs) -> Cases:
-    return programs.launched.result()
+    return programs.forks.result() | programs.launches.result()
 
 
 def assert_complete(case: Case, last: int, *, exit_code: int = 0) -> None:
