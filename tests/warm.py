@@ -1,9 +1,10 @@
 """Programs that start at once: forks of one that has imported torch and Lightning already, which takes seconds.
 
-Of the scripts that such a program starts itself, as launchers do, as many as it is given children for are forks, too;
-the rest start as ever. It has its own session, directory, environment and arguments, is ``__main__``, and ends as a
-program of its own would: with its threads, what it has registered with ``atexit``, the interpreter's own end, and its
-exit code. That end leaves alone what was imported for the program.
+Of the scripts that such a program starts itself, as launchers do, and of the processes that multiprocessing spawns for
+it, as many as it is given children for are forks, too; the rest start as ever. It has its own session, directory,
+environment and arguments, is ``__main__``, and ends as a program of its own would: with its threads, what it has
+registered with ``atexit``, the interpreter's own end, and its exit code. That end leaves alone what was imported for
+the program.
 
 Run as a program itself, with the number of a listening socket and the modules to import: each connection to it asks for
 one program.
@@ -12,6 +13,7 @@ one program.
 import _posixsubprocess
 import atexit
 import ctypes
+import fcntl
 import gc
 import importlib
 import importlib.metadata
@@ -60,6 +62,10 @@ TAKEN_APART = (
 )
 # Until a program is there: includes all imports, on a machine that is busy.
 START_S = 50
+# With this option multiprocessing starts an interpreter for what it spawns.
+SPAWNS = "--multiprocessing-fork"
+# Open files that such a child is given: more than any of the tests' programs passes on.
+MOST_PASSED = 50
 
 # torch looks up the name of each address that it connects to (pytorch#159007), that of 127.0.0.1 included, which
 # /etc/hosts does not have in the form ::ffff:127.0.0.1. Where a name server loses the question, a rank would wait for
@@ -136,8 +142,8 @@ class Warm:
             output: The descriptor that both of its outputs go to.
             cwd: Where it works.
             env: Its environment; by default that of the tests, without what pytest puts there.
-            children: How many of the scripts that it starts with its own interpreter are forks, too, and its children
-                all the same. Later ones import everything themselves.
+            children: How many of the scripts that it starts with its own interpreter, or has spawned, are forks, too,
+                and its children all the same. Later ones import everything themselves.
         """
         env = environment() if env is None else dict(env)
         order = {"argv": [*argv], "cwd": str(cwd), "env": env, "children": children}
@@ -289,14 +295,18 @@ def waited_for(connection: socket.socket) -> dict[str, Any]:
     for number in range(3):
         os.dup2(nothing, number)  # it is not waited for as long as it says nothing
     os.close(nothing)
-    text, outputs, _, _ = socket.recv_fds(connection, 1 << 20, 3)
+    text, received, _, _ = socket.recv_fds(connection, 1 << 20, MOST_PASSED)
     connection.close()
     if not text:
         os._exit(0)
-    for target, number in enumerate(outputs):
+    order: dict[str, Any] = json.loads(text)
+    # Out of one another's way first: some may have come with the numbers that others are to have.
+    above = [fcntl.fcntl(number, fcntl.F_DUPFD, max(order["numbers"]) + 1) for number in received]
+    for number in received:
+        os.close(number)
+    for number, target in zip(above, order["numbers"], strict=True):
         os.dup2(number, target)
         os.close(number)
-    order: dict[str, Any] = json.loads(text)
     if order["has_session"]:
         os.setsid()
     # As in an interpreter that has just started, and unlike in the program.
@@ -307,19 +317,23 @@ def waited_for(connection: socket.socket) -> dict[str, Any]:
 
 
 def hand_out(waiting: list[tuple[int, socket.socket]]) -> None:
-    """Has the next scripts that this process starts run in children which wait for that."""
-    # The latter before Python 3.11.
-    owner, name = (subprocess, "_fork_exec") if hasattr(subprocess, "_fork_exec") else (_posixsubprocess, "fork_exec")
-    fork_exec = getattr(owner, name)
+    """Has the next scripts that this process starts, or what it spawns, run in children which wait for that."""
+    fork_exec = _posixsubprocess.fork_exec
 
     def fork_or_exec(*arguments: Any) -> int:
         command = [os.fsdecode(word) for word in arguments[0]]
-        cwd, env, read_in, _, _, write_out, _, write_errors = arguments[4:12]
+        kept, cwd, env, read_in, _, _, write_out, _, write_errors, _, error_pipe = arguments[3:14]
         is_unbuffered = command[1:2] == ["-u"]
         argv = command[1 + is_unbuffered :]
-        if not waiting or command[0] != sys.executable or not argv or argv[0].startswith("-"):
+        is_script = command[0] == sys.executable and argv != [] and not argv[0].startswith("-")
+        if not waiting or not (is_script or SPAWNS in argv):
             return int(fork_exec(*arguments))
+        if SPAWNS in argv:
+            # What comes before are options of the interpreter, which are those of this one.
+            argv = argv[argv.index("-c") :]
         pid, connection = waiting.pop(0)
+        # Whoever starts a script waits for the end of this one: another program would close it.
+        passed = [number for number in kept if number != error_pipe]
         pairs = (os.fsdecode(pair).partition("=") for pair in env or ())
         order = {
             "argv": argv,
@@ -327,13 +341,17 @@ def hand_out(waiting: list[tuple[int, socket.socket]]) -> None:
             "env": dict(os.environ) if env is None else {name: value for name, _, value in pairs},
             "is_unbuffered": is_unbuffered,
             "has_session": bool(arguments[15]),
+            "numbers": [0, 1, 2, *passed],
         }
         outputs = [own if number == -1 else number for own, number in enumerate((read_in, write_out, write_errors))]
-        socket.send_fds(connection, [json.dumps(order).encode()], outputs)
+        socket.send_fds(connection, [json.dumps(order).encode()], [*outputs, *passed])
         connection.close()
         return pid
 
-    setattr(owner, name, fork_or_exec)
+    _posixsubprocess.fork_exec = fork_or_exec
+    # subprocess has a name of its own for it since Python 3.11.
+    if hasattr(subprocess, "_fork_exec"):
+        subprocess._fork_exec = fork_or_exec
 
 
 def leave(names: Iterable[str]) -> None:
@@ -367,6 +385,10 @@ def become(order: dict[str, Any]) -> None:
         sys.argv = arguments
         sys.path[0] = order["cwd"]
         runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
+    elif first == "-c":
+        sys.argv = [first, *arguments[1:]]
+        sys.path[0] = ""
+        exec(arguments[0], {"__name__": "__main__"})
     else:
         sys.argv = [first, *arguments]
         sys.path[0] = str(Path(first).parent)

@@ -87,7 +87,9 @@ def run_program(warm: Warm, folder: Path, *arguments: str, installed: Path) -> O
     # Whoever is started from it starts as an installed Python does.
     envs = [rank | {"PYTHON": str(installed)} for rank in (ranks_of(2) if "each" in arguments else [{}])]
     envs[0] |= variables
-    return Outcome(*warm.run(argv, folder, timeout_s=LIMIT_S, envs=envs))
+    # Both ranks that are spawned; the one that is started as a program is one of an installed Python.
+    children = 2 if arguments[0] == "own-spawn" else 0
+    return Outcome(*warm.run(argv, folder, timeout_s=LIMIT_S, envs=envs, children=children))
 
 
 def trained_as_stock(programs: Programs, program: tuple[str, ...]) -> str:

@@ -26,7 +26,10 @@ class Outcome(NamedTuple):
 def run_program(warm: Warm, folder: Path, launcher: str, start_method: str, *variables: str) -> Outcome:
     added = {"OMP_NUM_THREADS": "1", **dict(variable.split("=") for variable in variables)}
     envs = [added | rank for rank in {"lightning": [{}], "torchrun": torchrun(), "slurm": slurm()}[launcher]]
-    codes, output = warm.run([str(FIT), str(folder), start_method], folder, timeout_s=LIMIT_S, envs=envs)
+    # Ranks that Lightning starts: it spawns both, and starts one more as a program beside the first.
+    children = {"spawn": 2, "popen": 1}.get(start_method, 0) if launcher == "lightning" else 0
+    argv = [str(FIT), str(folder), start_method]
+    codes, output = warm.run(argv, folder, timeout_s=LIMIT_S, envs=envs, children=children)
     assert set(codes) == {0}, output
     ranks = [json.loads((folder / f"rank-{rank}").read_text()) for rank in (0, 1)]
     said = [line for line in output.splitlines() if line.startswith("[ncclsafe] ")]
