@@ -50,7 +50,12 @@ from lightning_ncclsafe.probes.process.growth import (
     with_core_shares,
 )
 from lightning_ncclsafe.probes.process.last_seen import LastSeenFile
-from lightning_ncclsafe.probes.process.main_thread import look_at_main_thread, thread_ran_s, waits_for_gil
+from lightning_ncclsafe.probes.process.main_thread import (
+    another_thread_runs,
+    look_at_main_thread,
+    thread_ran_s,
+    waits_for_gil,
+)
 from lightning_ncclsafe.probes.process.stack_samples import StackSamples
 from lightning_ncclsafe.probes.trainer import model_units
 from lightning_ncclsafe.probes.trainer.actions import ActionTracker
@@ -72,6 +77,8 @@ _RUNS_S = 0.01
 _MOST_READS = 3
 # How often a peer is looked at again, as its guard may have had a turn meanwhile.
 _LOOKS_AFTERWARDS = 3
+# How often a peer is looked at until its main thread has run for long enough.
+_MOST_LOOKS = 3
 # How many peers are asked at a time.
 _AT_ONCE = 8
 # A thread that executes bytecode for so long has released the GIL at least twice, if others wait for it.
@@ -399,17 +406,23 @@ class RankProbe:
     def _holds_gil(self, peer: RankInfo) -> tuple[bool, bool]:
         """Whether a thread of a peer holds the GIL in native code, and whether its main thread sleeps.
 
-        The guard waits for it in vain. If the main thread gets little time on a core, it may simply not get round to
-        releasing it.
+        The guard waits for it in vain, while the main thread runs for long enough to release it, or sleeps. On a
+        starved host, it takes a few looks until the main thread has run for so long.
         """
         if not peer.has_guard:
             return False, False
-        before = look_at_main_thread(peer.pid)
-        waits = waits_for_gil(peer.pid, peer.guard_threads)
-        now = look_at_main_thread(peer.pid)
-        ran_s = (now.ran_s or 0.0) - (before.ran_s or 0.0)
-        slept = now.is_interruptible and not ran_s
-        return waits and (slept or ran_s >= _SWITCHES_S), slept
+        ran_s = 0.0
+        for _ in range(_MOST_LOOKS):
+            before = look_at_main_thread(peer.pid)
+            if not waits_for_gil(peer.pid, peer.guard_threads):
+                break
+            now = look_at_main_thread(peer.pid)
+            ran_s += (now.ran_s or 0.0) - (before.ran_s or 0.0)
+            # Another thread that runs, or waits for a core, may be the one that holds it, and execute bytecode.
+            slept = now.is_interruptible and not ran_s and not another_thread_runs(peer.pid)
+            if slept or ran_s >= _SWITCHES_S:
+                return True, slept
+        return False, False
 
     def _host_facts(self) -> HostFacts:
         found = self._host.read()

@@ -10,7 +10,13 @@ from pathlib import Path
 import pytest
 from polling import until
 
-from lightning_ncclsafe.probes.process.main_thread import look_at_main_thread, slept_s, thread_ran_s, waits_for_gil
+from lightning_ncclsafe.probes.process.main_thread import (
+    another_thread_runs,
+    look_at_main_thread,
+    slept_s,
+    thread_ran_s,
+    waits_for_gil,
+)
 
 ONE = "train (1, #threads: 4)\n---\nse.exec_start                                :  {:.6f}\nse.vruntime   :  7.0\n"
 
@@ -100,7 +106,20 @@ def test_a_thread_that_waits_for_the_gil_is_recognised(body: str, waits: bool) -
             process.kill()
 
 
+def test_it_is_seen_whether_another_thread_than_the_main_one_runs() -> None:
+    done = threading.Event()
+    worker = threading.Thread(target=lambda: all(iter(lambda: not done.is_set(), False)))
+    worker.start()
+    assert until(lambda: another_thread_runs(os.getpid()))
+    done.set()
+    worker.join()
+    with subprocess.Popen(["sleep", "60"]) as process:
+        assert not another_thread_runs(process.pid)
+        process.kill()
+
+
 def test_of_a_thread_that_is_not_there_nothing_is_known(tmp_path: Path) -> None:
+    assert not another_thread_runs(1, tmp_path)
     assert not waits_for_gil(os.getpid(), [0])
     assert not waits_for_gil(os.getpid(), [])
     assert not waits_for_gil(1, [1], tmp_path)

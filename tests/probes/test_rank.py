@@ -254,9 +254,11 @@ def test_only_a_running_silent_peer_is_asked_for_its_stack(
         pytest.param([True], "sleeping", 0.0, True, id="slept-in-C-until-the-signal"),
         pytest.param([True, False, True], "running", 0.05, True, id="its-C-has-called-the-handler"),
         pytest.param([True, *[False] * rank._LOOKS_AFTERWARDS], "running", 0.05, False, id="has-returned-from-C"),
+        pytest.param([True] * 4, "running", 0.011, True, id="computes-in-C-on-a-starved-host"),
+        pytest.param([True, False], "running", 0.011, False, id="has-released-it-on-a-starved-host"),
         # It may execute bytecode, and get no time on a core to release it.
-        pytest.param([True, True], "running", 0.01, False, id="waits-for-a-core"),
-        pytest.param([True, True], "sleeping", 0.01, False, id="takes-turns-with-other-threads"),
+        pytest.param([True] * rank._MOST_LOOKS, "running", 0.006, False, id="waits-for-a-core"),
+        pytest.param([True] * rank._MOST_LOOKS, "sleeping", 0.006, False, id="takes-turns-with-other-threads"),
         # For storage, for a driver that does not answer, or for its next tick.
         pytest.param([False], "running", 0.05, False, id="guard-waits-for-something-else"),
         pytest.param([False], "sleeping", 0.0, False, id="both-wait-for-something-else"),
@@ -279,6 +281,7 @@ def test_the_gil_is_held_if_the_guard_waits_for_it_in_vain(
     looks = (ThreadLook(state=state, ran_s=ran_s) for ran_s in itertools.accumulate(itertools.repeat(runs_s)))
     monkeypatch.setattr(rank, "look_at_main_thread", lambda pid: next(looks))
     monkeypatch.setattr(rank, "waits_for_gil", lambda pid, threads: next(waits) and (pid, threads) == (77, (79, 80)))
+    monkeypatch.setattr(rank, "another_thread_runs", lambda pid: False)
     monkeypatch.setattr(traceback_signal, "armed_in", lambda pid: ARMED)
     monkeypatch.setattr(traceback_signal, "ask", lambda pid, armed: (line,))
     peer = RankInfo(rank=1, host="h", pid=77, guard_threads=(79, 80), has_guard=has_guard)
@@ -288,6 +291,22 @@ def test_the_gil_is_held_if_the_guard_waits_for_it_in_vain(
     waits = itertools.repeat(True)
     (seen,) = probe.witness([peer])
     assert not seen.gil_held, "the line is not known"
+
+
+@pytest.mark.parametrize("another_runs", [False, True])
+def test_a_main_thread_that_sleeps_does_not_hold_the_gil_if_another_thread_runs(
+    probe: RankProbe, monkeypatch: pytest.MonkeyPatch, another_runs: bool
+) -> None:
+    monkeypatch.setattr(rank, "LEAST_S", 0.0)
+    line = Frame(file="/home/me/train.py", line=9, function="training_step", user=True)
+    monkeypatch.setattr(rank, "look_at", lambda pid, rank, started: ProcessFacts(pid=pid, rank=rank, state="sleeping"))
+    monkeypatch.setattr(rank, "look_at_main_thread", lambda pid: ThreadLook(state="sleeping", ran_s=1.0))
+    monkeypatch.setattr(rank, "waits_for_gil", lambda pid, threads: True)
+    monkeypatch.setattr(rank, "another_thread_runs", lambda pid: another_runs)
+    monkeypatch.setattr(traceback_signal, "armed_in", lambda pid: ARMED)
+    monkeypatch.setattr(traceback_signal, "ask", lambda pid, armed: (line,))
+    (seen,) = probe.witness([RankInfo(rank=1, host="h", pid=77, has_guard=True)])
+    assert (seen.stack, seen.gil_held) == ((line,), not another_runs)
 
 
 @pytest.mark.parametrize(

@@ -120,6 +120,13 @@ def thread_ran_s(thread_id: int) -> float:
     return own or 0.0
 
 
+def another_thread_runs(pid: int, proc: Path = _PROC) -> bool:
+    """Whether a thread of a process besides its main one runs, or waits for a core."""
+    threads = or_none(lambda: os.listdir(proc / str(pid) / "task")) or []
+    others = (_stat(proc / str(pid) / "task" / thread) for thread in threads if thread != str(pid))
+    return any(_STATES.get(fields[_STATE_FIELD]) == _RUNNING for fields in others if fields)
+
+
 def waits_for_gil(pid: int, threads: Iterable[int], proc: Path = _PROC) -> bool:
     """Whether one of some Python threads of another process waits for the GIL and does not get it; takes 0.1 s.
 
