@@ -90,6 +90,9 @@ class TrainerFacts:
         ended_at: ``"file:line in hook"`` of the lines in the user's module and callbacks that may have ended it: that
             set ``should_stop`` or a changed setting; if nothing else ends it, that a ``StopIteration`` may leave; in a
             validation within an epoch, that set the batch after which it starts; the first 8.
+        set_at: For each setting, ``"file:line in function"`` of the lines in the user's files that may have given it a
+            value of this rank's own: arguments of the Trainer and assignments that are no constants; for the first
+            epoch and step, ``ckpt_path=`` of the call; the first 8.
         validates_at: ``"file:line in hook"`` of the lines there that set after which batches or epochs validation runs;
             the first 8.
         batches_begun: Training batches of this epoch that have begun.
@@ -104,6 +107,7 @@ class TrainerFacts:
     validates_by_clock: bool = False
     end: LoopEnd = LoopEnd.UNKNOWN
     ended_at: tuple[str, ...] = ()
+    set_at: dict[str, tuple[str, ...]] = field(default_factory=dict)
     validates_at: tuple[str, ...] = ()
     batches_begun: int = 0
     batches_before: int | None = None
@@ -146,6 +150,21 @@ class MetricFacts:
     type: str = ""
     states: tuple[str, ...] = ()
     by_entry: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimeoutLine:
+    """A line of the user's that gives a process group, the store or a barrier a timeout.
+
+    Attributes:
+        place: ``"file:line in function"``.
+        call: The function that it calls, ``"new_group"``.
+        timeout_ms: The timeout, milliseconds; 0 if it is not written out there.
+    """
+
+    place: str
+    call: str
+    timeout_ms: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,6 +226,9 @@ class StepFacts:
         accumulates_at: ``"file:line in on_train_batch_start"`` of each line that sets ``accumulate_grad_batches``, or
             calls ``no_sync`` or another function that keeps a pass from reducing; searched only if passes have reduced
             nothing.
+        timeouts_at: The lines that give a process group, the store or a barrier a timeout, in the user's functions that
+            the main thread is in and those of the module, the data, the callbacks and the strategy; if there are none,
+            those in the same files that write the timeout out: the first 8.
     """
 
     with_backward: int = 0
@@ -245,6 +267,7 @@ class StepFacts:
     making: tuple[int, ...] = ()
     groups_at: tuple[str, ...] = ()
     accumulates_at: tuple[str, ...] = ()
+    timeouts_at: tuple[TimeoutLine, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

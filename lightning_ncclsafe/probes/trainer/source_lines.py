@@ -50,7 +50,7 @@ class HookSource:
 
     def _each(self, kind: type[N]) -> Iterator[N]:
         """Its nodes of one kind, in the order of their lines."""
-        return (node for node in _inside(self._body) if isinstance(node, kind))
+        return (node for node in inside(self._body) if isinstance(node, kind))
 
     def _logging_calls(self) -> Iterator[ast.Call]:
         """The calls of a method ``log`` or ``log_dict``."""
@@ -97,7 +97,7 @@ class HookSource:
 
     def _calls_of_each(self, named: list[ast.Attribute]) -> Iterator[int]:
         """The lines that call what loops and comprehensions take from these."""
-        loops = [(loop.target, loop.iter, [*_inside(loop.body)]) for loop in self._each(ast.For)]
+        loops = [(loop.target, loop.iter, [*inside(loop.body)]) for loop in self._each(ast.For)]
         for made in self._each(ast.expr):
             parts = made.generators if isinstance(made, COMPREHENSIONS) else []
             loops += [(part.target, part.iter, [*ast.walk(made)]) for part in parts]
@@ -160,7 +160,7 @@ class HookSource:
     def _while_training(self, wanted: Callable[[ast.AST], bool]) -> tuple[str, ...]:
         if self.name in BEFORE_TRAINING:
             return ()
-        lines = (getattr(node, "lineno", 0) for node in _inside(self._body) if wanted(node))
+        lines = (getattr(node, "lineno", 0) for node in inside(self._body) if wanted(node))
         return tuple(map(self.place, dict.fromkeys(lines)))
 
     def calls_under_condition(self, name: str) -> tuple[str, ...]:
@@ -242,18 +242,18 @@ def first_places(places: Iterable[str]) -> tuple[str, ...]:
 def lines_that_set(attributes: Iterable[str], file: str) -> tuple[str, ...]:
     """Lines in any file that set one of these attributes."""
     names = {*attributes}
-    found = ((node, function) for function in functions_in(file) for node in _inside(function.body))
+    found = ((node, function) for function in functions_in(file) for node in inside(function.body))
     return tuple(f"{file}:{node.lineno} in {function.name}" for node, function in found if _sets(node, names))
 
 
-def _inside(body: list[ast.stmt]) -> Iterator[ast.AST]:
+def inside(body: list[ast.stmt]) -> Iterator[ast.AST]:
     """Every node of a function in the order of its lines, except in functions defined within it."""
     for statement in body:
         if isinstance(statement, (*FUNCTIONS, ast.ClassDef)):
             continue
         yield statement
         for child in ast.iter_child_nodes(statement):
-            yield from _inside([child])  # type: ignore[list-item]
+            yield from inside([child])  # type: ignore[list-item]
 
 
 def _names_in(target: ast.expr) -> set[str]:

@@ -8,6 +8,7 @@ from typing import Any
 from lightning_ncclsafe.facts import Action, LoaderFacts, LoopEnd, Phase, Progress, StorageFacts, TrainerFacts
 from lightning_ncclsafe.facts.phase_kinds import FIRST_BATCH, PhaseKind, make_phase_kind
 from lightning_ncclsafe.probes.host.resources import filesystem_of
+from lightning_ncclsafe.probes.trainer.setting_lines import SET_BY, setting_lines
 from lightning_ncclsafe.probes.trainer.source_lines import MOST_LINES, lines_that_set, sources_in
 
 # Values of Lightning's RunningStage.
@@ -34,8 +35,6 @@ _SETTINGS = (
 )
 # Those that decide when training ends: setting them during training affects this rank only.
 _ENDS = ("max_epochs", "max_steps", "limit_train_batches", "first epoch")
-# Attributes that set these under another name: the counter that ``current_epoch`` follows.
-_SET_BY = {"first epoch": ("processed",)}
 # Settings for the batch after which validation starts; Lightning computes the first from the second.
 _VALIDATES = ("val_check_batch", "val_check_interval")
 _VALIDATES_AT_ALL = (*_VALIDATES, "check_val_every_n_epoch", "limit_val_batches")
@@ -140,6 +139,7 @@ class TrainerProbe:
             validates_by_clock=self._validation_s() is not None,
             end=end,
             ended_at=tuple(itertools.islice(_ending_lines(trainer, end, changed), MOST_LINES)),
+            set_at=_set_at(trainer),
             validates_at=tuple(itertools.islice(_lines_that_set(trainer, _VALIDATES_AT_ALL), MOST_LINES)),
             batches_begun=begun,
             batches_before=batches.total.ready - begun,
@@ -272,7 +272,7 @@ def _ending_lines(trainer: Any, end: LoopEnd, changed: Iterable[str]) -> Iterato
 
     What they set may also be set by something else in their files.
     """
-    changers = [attribute for name in changed for attribute in _SET_BY.get(name, (name,))]
+    changers = [attribute for name in changed for attribute in SET_BY.get(name, (name,))]
     attributes = ["should_stop"] if end is LoopEnd.SHOULD_STOP else changers
     if end is LoopEnd.UNKNOWN and getattr(trainer, "validating", False):
         attributes = [*_VALIDATES]
@@ -281,6 +281,12 @@ def _ending_lines(trainer: Any, end: LoopEnd, changed: Iterable[str]) -> Iterato
     elif end is LoopEnd.UNKNOWN:
         for source in sources_in([trainer.lightning_module, *trainer.callbacks]):
             yield from source.may_end_iteration()
+
+
+def _set_at(trainer: Any) -> dict[str, tuple[str, ...]]:
+    with suppress(Exception):  # not essential, whatever is in the user's files
+        return setting_lines(trainer, _SETTINGS)
+    return {}
 
 
 def _lines_that_set(trainer: Any, attributes: Iterable[str]) -> Iterator[str]:

@@ -13,7 +13,7 @@ from typing import Any
 from lightning_ncclsafe._torch import process_groups
 from lightning_ncclsafe.code.libraries import GROUP_CREATION, ROOTED, SEND_OR_RECV
 from lightning_ncclsafe.code.marks import Mark
-from lightning_ncclsafe.facts import ExceptionFacts, Frame, StepFacts
+from lightning_ncclsafe.facts import ExceptionFacts, Frame, StepFacts, TimeoutLine
 from lightning_ncclsafe.probes.process.stacks import (
     exception_facts,
     is_user_code,
@@ -23,6 +23,7 @@ from lightning_ncclsafe.probes.process.stacks import (
 from lightning_ncclsafe.probes.trainer import gradients, logged_keys
 from lightning_ncclsafe.probes.trainer.passes import Batch, BatchPasses
 from lightning_ncclsafe.probes.trainer.source_lines import MOST_LINES, HookSource, lines_in, source_of, sources_of
+from lightning_ncclsafe.probes.trainer.timeout_lines import timeout_lines
 
 _BACKWARD = "manual_backward"
 _MOST_NAMES = 8
@@ -175,6 +176,7 @@ class StepRecord:
             making=_members(),
             groups_at=(_groups_under_condition() or lines_in(users, _groups_made)) if makes_group else (),
             accumulates_at=(lines_in(users, _accumulates) if any(run[3:4] > (0,) for run in runs) else ()),
+            timeouts_at=self._timeouts_at(users),
         )
 
     def _skipped_until(self, pending: int, error: str) -> tuple[int, Batch]:
@@ -184,6 +186,12 @@ class StepRecord:
         if not more:
             return self._skipped, self._last_skipped
         return self._skipped + more, _now(self._trainer) if is_over else _before(self._trainer)
+
+    def _timeouts_at(self, users: list[Any]) -> tuple[TimeoutLine, ...]:
+        with suppress(Exception):  # not essential, whatever is in the user's files
+            others = (getattr(self._trainer, name, None) for name in ("datamodule", "strategy"))
+            return timeout_lines([*users, *others])
+        return ()
 
     def _frozen(self, module: Any) -> list[str]:
         if not self._trained or module is None:

@@ -65,22 +65,34 @@ def different_trainer_settings(view: Timeline) -> Iterator[Finding]:
     odd = _narrowed(view, _odd_ones_out(differing))
     # A rank that works may be what the others wait for, whatever the settings.
     is_explained = bool(view.working(view.facts))
+    changed_at = _changed_at(view, odd, differing)
+    given_at = "" if changed_at else _given_at(view, differing)
     yield finding(
         view,
         odd,
         joined((f"Ranks train with different settings: {'; '.join(_words(differing))}.", waiting_sentence(view))),
         confidence=Confidence.POSSIBLE if is_explained else Confidence.LIKELY,
-        evidence=(*_evidence(differing), *recorder_evidence(view)),
+        evidence=(*_evidence(differing), *_source_evidence(given_at), *recorder_evidence(view)),
         remedy=_REMEDY_START if differing.keys() <= set(_START) else _REMEDY,
-        location=_set_at(view, odd, differing),
+        location=changed_at or given_at,
     )
 
 
-def _set_at(view: Timeline, ranks: tuple[int, ...], differing: dict[str, dict[str, list[int]]]) -> str:
+def _changed_at(view: Timeline, ranks: tuple[int, ...], differing: dict[str, dict[str, list[int]]]) -> str:
     """The only line that may have changed such a setting of one of these ranks during training; empty if unknown."""
     known = (view.facts[rank].trainer for rank in ranks if rank in view.facts)
     trainers = (one for one in known if one is not None and _may_be_it(one, differing))
     lines = {line for trainer in trainers for line in trainer.ended_at}
+    return lines.pop() if len(lines) == 1 else ""
+
+
+def _given_at(view: Timeline, differing: dict[str, dict[str, list[int]]]) -> str:
+    """The only line of the user's that may have given such a setting different values; empty if unknown."""
+    trainers = [facts.trainer for facts in view.facts.values() if facts.trainer is not None]
+    # What has changed during training was given its value elsewhere.
+    if any(differing.keys() & trainer.changed.keys() for trainer in trainers):
+        return ""
+    lines = {line for trainer in trainers for name in differing for line in trainer.set_at.get(name, ())}
     return lines.pop() if len(lines) == 1 else ""
 
 
@@ -138,3 +150,9 @@ def _words(differing: dict[str, dict[str, list[int]]]) -> Iterator[str]:
 def _evidence(differing: dict[str, dict[str, list[int]]]) -> Iterator[Evidence]:
     for words in _words(differing):
         yield Evidence(source="trainer", text=f"{words}.")
+
+
+def _source_evidence(given_at: str) -> Iterator[Evidence]:
+    if given_at:
+        text = f"Only {given_at} gives the Trainer a value for this that may differ, as far as the source shows."
+        yield Evidence(source="source code", text=text)

@@ -1,9 +1,10 @@
 """The cause timeout-misuse: a wait ended by a shorter timeout than the one that was configured."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
-from lightning_ncclsafe.facts import VOTE_GROUPS, IncidentKind, RankFacts, group_and_backend
+from lightning_ncclsafe.facts import VOTE_GROUPS, IncidentKind, RankFacts, TimeoutLine, group_and_backend
 from lightning_ncclsafe.rules.kit import (
     Confidence,
     Evidence,
@@ -27,6 +28,19 @@ _EXPIRED = re.compile(
 )
 # Variables that users set as timeouts and that nothing reads.
 _UNREAD = ("NCCL_TIMEOUT", "NCCL_TIMEOUT_MS", "NCCL_COMM_TIMEOUT", "TORCH_NCCL_TIMEOUT", "GLOO_TIMEOUT")
+# The same messages: the functions that have given such a wait its timeout.
+_OF_GROUP = (
+    *("init_process_group", "new_group", "new_subgroups", "new_subgroups_by_enumeration", "split_group"),
+    *("init_device_mesh", "DeviceMesh", "_set_pg_timeout", "_set_default_timeout"),
+)
+_SET_BY = (
+    (*_OF_GROUP, "wait"),
+    ("init_process_group", "TCPStore", "set_timeout", "wait"),
+    (*_OF_GROUP, "wait"),
+    (*_OF_GROUP, "monitored_barrier"),
+)
+# torch's own timeouts: a group without another one has such a timeout, and no line gives it that.
+_DEFAULT_MS = (600_000, 1_800_000)
 _LISTED = 8
 _RECENT = 16
 _REMEDY = (
@@ -35,6 +49,13 @@ _REMEDY = (
     "Then find out why the wait was that long: a longer timeout alone makes it longer."
 )
 _REMEDY_UNREAD = " Nothing reads {name}: remove it, and pass timeout=timedelta(...) to the strategy."
+
+
+class _Timeout(NamedTuple):
+    """A timeout, milliseconds, and the functions that may have set it."""
+
+    ms: int
+    set_by: tuple[str, ...]
 
 
 @hang_rule(after="unused-parameters", reads_exceptions=True)
@@ -56,10 +77,10 @@ def timeout_misuse(view: Timeline) -> Iterator[Finding]:
     """
     if view.job.incident.kind is IncidentKind.RECORDED or view.job.incident.timeout_s <= 0:
         return
-    expired = {rank: timeout_ms for rank, facts in view.facts.items() if (timeout_ms := _expired_ms(facts))}
+    expired = {rank: found for rank, facts in sorted(view.facts.items()) if (found := _expired(facts)) is not None}
     usual = _usual_ms(view)
     limit_ms = view.job.incident.timeout_s * 1000
-    short = {rank: timeout for rank, timeout in sorted(expired.items()) if timeout < limit_ms and timeout not in usual}
+    short = {rank: found for rank, found in expired.items() if found.ms < limit_ms and found.ms not in usual}
     if short:
         yield _has_expired(view, short, Confidence.CERTAIN if usual else Confidence.LIKELY)
     elif pending := _pending(view):
@@ -79,10 +100,12 @@ def _usual_ms(view: Timeline) -> set[int]:
     return {call.timeout_ms for calls in of_default for call in calls[-_RECENT:] if call.timeout_ms >= shortest_ms}
 
 
-def _expired_ms(facts: RankFacts) -> int:
-    """The timeout after which this rank's wait ended, by its exception; 0 if unknown."""
+def _expired(facts: RankFacts) -> _Timeout | None:
+    """The timeout after which this rank's wait ended, by its exception; None if unknown."""
     match = _EXPIRED.search(facts.exception.message) if facts.exception is not None else None
-    return next((int(number) for number in match.groups() if number), 0) if match else 0
+    numbers = match.groups() if match else ()
+    found = ((int(number), set_by) for number, set_by in zip(numbers, _SET_BY, strict=False) if number)
+    return next((_Timeout(ms, set_by) for ms, set_by in found if ms), None)
 
 
 def _pending(view: Timeline) -> dict[int, tuple[str, int]]:
@@ -98,14 +121,25 @@ def _pending(view: Timeline) -> dict[int, tuple[str, int]]:
     }
 
 
-def _has_expired(view: Timeline, short: dict[int, int], confidence: Confidence) -> Finding:
-    ranks, first = tuple(short), next(iter(short.values()))
+def _set_at(view: Timeline, timeouts: Mapping[int, _Timeout]) -> TimeoutLine | None:
+    """The only line of the user's that may have set one of these timeouts; None if unknown."""
+    found: dict[str, TimeoutLine] = {}
+    for rank, timeout in timeouts.items():
+        for line in view.facts[rank].steps.timeouts_at:
+            may_be_it = line.timeout_ms == timeout.ms or (not line.timeout_ms and timeout.ms not in _DEFAULT_MS)
+            if may_be_it and line.call in timeout.set_by:
+                found[line.place] = line
+    return found.popitem()[1] if len(found) == 1 else None
+
+
+def _has_expired(view: Timeline, short: dict[int, _Timeout], confidence: Confidence) -> Finding:
+    ranks, first = tuple(short), next(iter(short.values())).ms
     text = (
         f"{ranks_words(ranks)} gave up waiting after {duration_words(first / 1000)}, although the strategy's timeout "
         f"is {duration_words(view.job.incident.timeout_s)}: {_owner(view, ranks[0], first)} has its own timeout"
         f"{while_others_wait(view, ranks)}."
     )
-    return _finding(view, ranks, text, confidence, Severity.ERROR)
+    return _finding(view, short, text, confidence, Severity.ERROR)
 
 
 def _owner(view: Timeline, rank: int, waited_ms: int) -> str:
@@ -127,21 +161,25 @@ def _will_expire(view: Timeline, pending: dict[int, tuple[str, int]]) -> Finding
         f"{duration_words(timeout_ms / 1000)}, although the strategy's timeout is "
         f"{duration_words(view.job.incident.timeout_s)}."
     )
-    return _finding(view, ranks, text, Confidence.POSSIBLE, None)
+    timeouts = {rank: _Timeout(timeout_ms, _OF_GROUP) for rank, (_, timeout_ms) in pending.items()}
+    return _finding(view, timeouts, text, Confidence.POSSIBLE, None)
 
 
 def _finding(
-    view: Timeline, ranks: tuple[int, ...], text: str, confidence: Confidence, severity: Severity | None
+    view: Timeline, timeouts: Mapping[int, _Timeout], text: str, confidence: Confidence, severity: Severity | None
 ) -> Finding:
-    unread = _unread(view)
+    ranks, unread, set_at = tuple(sorted(timeouts)), _unread(view), _set_at(view, timeouts)
+    # A timeout that is not written out may be another one.
+    if set_at is not None and not set_at.timeout_ms and confidence is Confidence.CERTAIN:
+        confidence = Confidence.LIKELY
     return finding(
         view,
         ranks,
         text,
         severity=severity,
         confidence=confidence,
-        location=call_location(view, ranks),
-        evidence=_evidence(view, ranks, unread),
+        location=set_at.place if set_at is not None else call_location(view, ranks),
+        evidence=_evidence(view, ranks, unread, set_at),
         remedy=_REMEDY + (_REMEDY_UNREAD.format(name=unread.partition("=")[0]) if unread else ""),
     )
 
@@ -153,9 +191,15 @@ def _unread(view: Timeline) -> str:
     return next(unread, "")
 
 
-def _evidence(view: Timeline, ranks: tuple[int, ...], unread: str) -> Iterator[Evidence]:
+def _evidence(view: Timeline, ranks: tuple[int, ...], unread: str, set_at: TimeoutLine | None) -> Iterator[Evidence]:
     applies = duration_words(view.job.incident.timeout_s)
     yield Evidence(source="settings", text=f"The timeout that applies is {applies}.")
+    if set_at is not None and set_at.timeout_ms:
+        text = f"{set_at.call} at {set_at.place} sets a timeout of {duration_words(set_at.timeout_ms / 1000)}."
+        yield Evidence(source="source code", text=text)
+    elif set_at is not None:
+        text = f"Only {set_at.call} at {set_at.place} sets a timeout; how long it is is not written out there."
+        yield Evidence(source="source code", text=text)
     for rank in ranks[:_LISTED]:
         facts = view.facts[rank]
         yield from exception_evidence(facts)

@@ -1,0 +1,266 @@
+"""Lines of the user's source that give the Trainer a setting, where the setting may differ between ranks.
+
+These are arguments of the Trainer, also by way of the user's own functions and dictionaries, and assignments to its
+attributes. Nothing is executed. A value that a function only passes on is followed to the calls of this function.
+"""
+
+import ast
+import itertools
+import sys
+from collections.abc import Iterable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+from lightning_ncclsafe.probes.process.control_flow import control_flow
+from lightning_ncclsafe.probes.process.syntax import last_line, name_of
+from lightning_ncclsafe.probes.trainer.scopes import Entered, Scope, entered_outside, mentions, scopes_of
+from lightning_ncclsafe.probes.trainer.source_lines import MOST_LINES, sources_in
+
+# All ranks wait while one reads the source.
+_MOST_FILES = 8
+_MOST_CALLERS = 4
+_CHECKPOINT = "ckpt_path"
+_START = ("first epoch", "first step", _CHECKPOINT)
+_LIMITS = ("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches")
+# Arguments of the Trainer, and of its callback, that set others as well.
+_ALSO_SETS = {
+    "fast_dev_run": (
+        *("max_epochs", "max_steps", "num_sanity_val_steps", "val_check_interval", "check_val_every_n_epoch"),
+        *_LIMITS,
+    ),
+    "overfit_batches": ("limit_train_batches", "limit_val_batches"),
+    "max_time": ("max_epochs",),
+}
+_SCHEDULER, _SCHEDULED = "GradientAccumulationScheduler", "accumulate_grad_batches"
+
+SET_BY = {"first epoch": ("processed",)}
+"""Attributes that set a setting under another name: the counter that ``current_epoch`` follows."""
+
+
+class _Set(NamedTuple):
+    """One place where a setting is given.
+
+    Attributes:
+        name: The argument, attribute or key.
+        line: Its line.
+        value: The value; None if there is none in the source.
+        to: The function that is called with it; ``"**"`` for a dictionary, empty for an assignment.
+    """
+
+    name: str
+    line: int
+    value: ast.expr | None
+    to: str = ""
+
+
+def setting_lines(trainer: Any, names: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """Where each setting may have got its value: ``"file:line in function"``, the first few.
+
+    The functions that have called the Trainer come first; the others of their files, and of those of the module and the
+    callbacks, count only where those show nothing. For the checkpoint, and what follows from it, it is the argument of
+    the call of the Trainer that is under way.
+
+    Args:
+        trainer: The Trainer.
+        names: The settings. Those without such a line are left out.
+    """
+    search = _Search(trainer, names)
+    near = [*search.near()]
+    shown = {setting for setting, _ in near}
+    far = ((setting, place) for setting, place in search.far() if setting not in shown)
+    found: dict[str, dict[str, None]] = {}
+    for setting, place in itertools.chain(near, far, search.assigned(), search.start()):
+        found.setdefault(setting, {})[place] = None
+    return {setting: tuple(itertools.islice(places, MOST_LINES)) for setting, places in found.items()}
+
+
+class _Search:
+    """The search in the source for the settings of one Trainer."""
+
+    def __init__(self, trainer: Any, names: Iterable[str]) -> None:
+        self._calls = entered_outside(trainer)
+        self._entered = [one.scope for one in self._calls]
+        self._settings: dict[str, set[str]] = {}
+        for name in names:
+            if name not in _START:
+                self._settings.setdefault(name, set()).add(name)
+        for argument, others in _ALSO_SETS.items():
+            self._settings.setdefault(argument, set()).update(one for one in others if one in self._settings)
+        self._attributes = {attribute: name for name, others in SET_BY.items() for attribute in others}
+        files = dict.fromkeys(scope.file for scope in self._entered)
+        words = frozenset({*self._settings, *self._attributes, _SCHEDULER})
+        users = [getattr(trainer, "lightning_module", None), *getattr(trainer, "callbacks", ())]
+        theirs = dict.fromkeys(source.file for source in sources_in(users) if source.file)
+        files |= dict.fromkeys(file for file in theirs if mentions(file, words))
+        self._scopes = [scope for file in itertools.islice(files, _MOST_FILES) for scope in scopes_of(file)]
+        makers = (scope.name for scope in self._scopes if any(map(_makes_trainer, scope.nodes)))
+        self._makers = {name for name in makers if not name.startswith("<")}
+        self._under_way = {(one.scope.file, line): one.called for one in self._calls for line in _lines_of(one)}
+
+    def near(self) -> Iterator[tuple[str, str]]:
+        """What the functions that have called the Trainer give it: setting and place."""
+        return self._given_in(self._entered)
+
+    def far(self) -> Iterator[tuple[str, str]]:
+        """What the other functions of the files give to a Trainer."""
+        return self._given_in([scope for scope in self._scopes if scope not in self._entered])
+
+    def assigned(self) -> Iterator[tuple[str, str]]:
+        """Assignments to attributes of a Trainer and its loops."""
+        for scope in self._scopes:
+            for one in _assignments(scope, {*self._settings, *self._attributes}):
+                yield self._attributes.get(one.name, one.name), scope.place(one.line)
+
+    def start(self) -> Iterator[tuple[str, str]]:
+        """The checkpoint, in the call that is under way."""
+        for one in self._calls:
+            lines = _lines_of(one)
+            calls = (node for node in one.scope.nodes if isinstance(node, ast.Call) and node.lineno in lines)
+            called = (call for call in calls if name_of(call.func) == one.called)
+            for keyword in itertools.chain.from_iterable(call.keywords for call in called):
+                if (
+                    keyword.arg == _CHECKPOINT
+                    and not _is_none(keyword.value)
+                    and not one.scope.passes_on(keyword.value)
+                ):
+                    yield from ((name, one.scope.place(keyword.lineno)) for name in _START)
+
+    def _given_in(self, scopes: list[Scope]) -> Iterator[tuple[str, str]]:
+        for scope in scopes:
+            takes_dictionary = any(self._takes_dictionary(scope, node) for node in scope.nodes)
+            for one in itertools.chain.from_iterable(map(_arguments, scope.nodes)):
+                settings = self._settings.get(one.name, ())
+                is_it = takes_dictionary if one.to == "**" else self._is_for_trainer(scope, one)
+                if settings and is_it and one.value is not None and not _is_literal(one.value):
+                    places = [*self._origins(scope, one.value, one.line)]
+                    yield from ((setting, place) for setting in settings for place in places)
+
+    def _is_for_trainer(self, scope: Scope, one: _Set) -> bool:
+        """Whether a call makes a Trainer, or is of a function that does, or is the one that is under way."""
+        if _is_trainer(one.to) or one.to in self._makers or one.to == _SCHEDULER:
+            return True
+        return self._under_way.get((scope.file, one.line)) == one.to
+
+    def _takes_dictionary(self, scope: Scope, node: ast.AST) -> bool:
+        if not isinstance(node, ast.Call) or all(keyword.arg for keyword in node.keywords):
+            return False
+        return self._is_for_trainer(scope, _Set("", node.lineno, None, name_of(node.func)))
+
+    def _origins(self, scope: Scope, value: ast.expr, line: int, depth: int = 0) -> Iterator[str]:
+        """The place of a value; if its function only passes it on, of what this one is given; none if unknown."""
+        parameter = scope.passes_on(value)
+        if not parameter:
+            yield scope.place(line)
+            return
+        for caller, call in self._calls_of(scope) if depth < _MOST_CALLERS else ():
+            given = _argument(call, scope, parameter)
+            if given is not None and not _is_literal(given):
+                yield from self._origins(caller, given, given.lineno, depth + 1)
+
+    def _calls_of(self, scope: Scope) -> Iterator[tuple[Scope, ast.Call]]:
+        """The calls of a function: the one that is under way, or if it is over, those in its file."""
+        if scope in self._entered:
+            position = self._entered.index(scope) + 1
+            outer = self._calls[position : position + 1]
+            callers = [(one.scope, _lines_of(one)) for one in outer if one.called == scope.name]
+        else:
+            callers = [(one, range(sys.maxsize)) for one in self._scopes if one.file == scope.file]
+        for caller, lines in callers:
+            calls = (node for node in caller.nodes if isinstance(node, ast.Call) and node.lineno in lines)
+            yield from ((caller, call) for call in calls if _is_call_of(call, scope))
+
+
+def _lines_of(one: Entered) -> range:
+    """The lines of the innermost simple statement or call at which a function is."""
+    around = (node for node in one.scope.nodes if isinstance(node, (ast.Expr, ast.Assign, ast.Return, ast.AnnAssign)))
+    lines = (range(node.lineno, last_line(node) + 1) for node in around)
+    return next((some for some in lines if one.line in some), range(one.line, one.line + 1))
+
+
+def _arguments(node: ast.AST) -> Iterator[_Set]:
+    """What a node passes by name: arguments of a call, entries of a dictionary."""
+    if isinstance(node, ast.Call):
+        called = _called(node)
+        if called == _SCHEDULER:
+            values = [*node.args, *(keyword.value for keyword in node.keywords)]
+            yield from (_Set(_SCHEDULED, node.lineno, value, called) for value in values[:1])
+        to = "**" if called in ("dict", "update", "setdefault") else called
+        yield from (_Set(one.arg, one.lineno, one.value, to) for one in node.keywords if one.arg)
+    elif isinstance(node, ast.Dict):
+        keys = (key.value if isinstance(key, ast.Constant) else None for key in node.keys)
+        named = ((key, value) for key, value in zip(keys, node.values, strict=True) if isinstance(key, str))
+        yield from (_Set(key, value.lineno, value, "**") for key, value in named)
+    elif isinstance(node, ast.Assign):
+        for target in node.targets:
+            key = target.slice if isinstance(target, ast.Subscript) else None
+            if isinstance(key, ast.Constant) and isinstance(key.value, str):
+                yield _Set(key.value, node.lineno, node.value, "**")
+
+
+def _assignments(scope: Scope, names: set[str]) -> Iterator[_Set]:
+    """Assignments to these attributes of something that is called a Trainer or a loop; constants under a condition."""
+    for node in scope.nodes:
+        if isinstance(node, ast.Call) and name_of(node.func) == "setattr" and len(node.args) == 3:
+            owner, name, value = node.args
+            targets = [(owner, name.value)] if isinstance(name, ast.Constant) and isinstance(name.value, str) else []
+        elif isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign)):
+            every = node.targets if isinstance(node, ast.Assign) else [node.target]
+            targets = [(one.value, one.attr) for one in every if isinstance(one, ast.Attribute)]
+            value = node.value or node.target  # type: ignore[union-attr]
+        else:
+            continue
+        owners = (name for owner, name in targets if name in names and _is_of_trainer(owner))
+        is_one_value = _is_literal(value) and not control_flow(scope.file).around(node.lineno).branches
+        if not is_one_value:
+            yield from (_Set(name, node.lineno, value) for name in owners)
+
+
+def _is_of_trainer(owner: ast.expr) -> bool:
+    text = ast.unparse(owner).lower()
+    return "trainer" in text or "loop" in text or "epoch_progress" in text
+
+
+def _argument(call: ast.Call, scope: Scope, parameter: str) -> ast.expr | None:
+    """What a call gives to a parameter of the function; None if it does not show."""
+    named = next((one.value for one in call.keywords if one.arg == parameter), None)
+    if named is not None or any(isinstance(one, ast.Starred) for one in call.args):
+        return named
+    position = scope.parameters.index(parameter) - _is_method(scope)
+    return call.args[position] if 0 <= position < len(call.args) else None
+
+
+def _is_call_of(call: ast.Call, scope: Scope) -> bool:
+    """Whether a call may be one of this function, by its name; other objects may have a method of this name."""
+    return name_of(call.func) == scope.name and (isinstance(call.func, ast.Attribute) or not _is_method(scope))
+
+
+def _is_method(scope: Scope) -> bool:
+    return scope.parameters[:1] in (("self",), ("cls",))
+
+
+def _called(call: ast.Call) -> str:
+    """The name of the function that is called, or that will be with the arguments of a ``partial``."""
+    name = name_of(call.func)
+    return name_of(call.args[0]) if name == partial.__name__ and call.args else name
+
+
+def _makes_trainer(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and _is_trainer(_called(node))
+
+
+def _is_trainer(name: str) -> bool:
+    """Whether a function makes a Trainer, by its name: ``Trainer``, ``make_trainer``."""
+    return "trainer" in name.lower()
+
+
+def _is_literal(value: ast.expr) -> bool:
+    """Whether a value is the same wherever it is evaluated."""
+    try:
+        ast.literal_eval(value)
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        return False
+    return True
+
+
+def _is_none(value: ast.expr) -> bool:
+    return isinstance(value, ast.Constant) and value.value is None

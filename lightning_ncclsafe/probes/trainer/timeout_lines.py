@@ -1,0 +1,94 @@
+"""Lines of the user's source that give a process group, the store or a barrier a timeout. Nothing is executed."""
+
+import ast
+import itertools
+import operator
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+from lightning_ncclsafe.facts import TimeoutLine
+from lightning_ncclsafe.probes.process.syntax import name_of
+from lightning_ncclsafe.probes.trainer.scopes import Scope, entered, scopes_in, scopes_of
+from lightning_ncclsafe.probes.trainer.source_lines import MOST_LINES
+
+# All ranks wait while one reads the source.
+_MOST_FILES = 8
+# torch's functions with a timeout, and its position among their arguments; None where it is always named.
+_POSITIONS = {
+    "init_process_group": 2,
+    "new_group": 1,
+    "new_subgroups": 2,
+    "new_subgroups_by_enumeration": 1,
+    "split_group": 2,
+    "init_device_mesh": None,
+    "DeviceMesh": None,
+    "_set_pg_timeout": 0,
+    "_set_default_timeout": 0,
+    "monitored_barrier": 1,
+    "TCPStore": 4,
+    "set_timeout": 0,
+    "wait": 1,
+}
+# Others have functions of these names, too: these count only with a timeout that is written out.
+_AMBIGUOUS = ("set_timeout", "wait")
+# The parameters of ``timedelta`` in their order.
+_UNITS = ("days", "seconds", "microseconds", "milliseconds", "minutes", "hours", "weeks")
+_OPERATORS = {ast.Mult: operator.mul, ast.Add: operator.add, ast.Sub: operator.sub, ast.Div: operator.truediv}
+
+
+def timeout_lines(owners: Iterable[Any]) -> tuple[TimeoutLine, ...]:
+    """The lines in the user's functions that the main thread is in and in those of these objects, the first few.
+
+    If there are none, it is those in the rest of their files, but only where the timeout is written out.
+
+    Args:
+        owners: The module, the data, the callbacks, the strategy.
+    """
+    near = [*entered(), *scopes_in(owners)]
+    found = [*_lines(near)]
+    if not found:
+        files = itertools.islice(dict.fromkeys(scope.file for scope in near), _MOST_FILES)
+        found = [line for line in _lines(scope for file in files for scope in scopes_of(file)) if line.timeout_ms]
+    return tuple(itertools.islice(dict.fromkeys(found), MOST_LINES))
+
+
+def _lines(scopes: Iterable[Scope]) -> Iterator[TimeoutLine]:
+    for scope in scopes:
+        for node in scope.nodes:
+            call = name_of(node.func) if isinstance(node, ast.Call) else ""
+            if isinstance(node, ast.Call) and call in _POSITIONS:
+                for value in _timeouts(node, _POSITIONS[call]):
+                    timeout_ms = _milliseconds(value)
+                    if timeout_ms or call not in _AMBIGUOUS:
+                        yield TimeoutLine(place=scope.place(node.lineno), call=call, timeout_ms=timeout_ms)
+
+
+def _timeouts(call: ast.Call, position: int | None) -> Iterator[ast.expr]:
+    """The timeout that a call is given, also within its options; none if it is given none."""
+    keywords = (node for node in ast.walk(call) if isinstance(node, ast.keyword))
+    named = [one.value for one in keywords if one.arg in ("timeout", "_timeout")]
+    is_plain = not any(isinstance(one, ast.Starred) for one in call.args)
+    if not named and position is not None and is_plain and len(call.args) > position:
+        named = [call.args[position]]
+    yield from (value for value in named[:1] if not isinstance(value, ast.Constant))
+
+
+def _milliseconds(value: ast.expr) -> int:
+    """A ``timedelta`` that is written out, in milliseconds; 0 for any other expression."""
+    if isinstance(value, ast.Call) and name_of(value.func) == timedelta.__name__:
+        with suppress(ValueError, TypeError, OverflowError, ZeroDivisionError, RecursionError):
+            given = dict(zip(_UNITS, map(_number, value.args), strict=False))
+            given |= {one.arg or "": _number(one.value) for one in value.keywords}
+            return round(timedelta(**given) / timedelta(milliseconds=1))
+    return 0
+
+
+def _number(value: ast.expr) -> float:
+    """The value of an expression of numbers; ValueError for any other."""
+    if isinstance(value, ast.Constant) and isinstance(value.value, (int, float)):
+        return value.value
+    if isinstance(value, ast.BinOp) and type(value.op) in _OPERATORS:
+        return float(_OPERATORS[type(value.op)](_number(value.left), _number(value.right)))
+    raise ValueError(ast.dump(value))
