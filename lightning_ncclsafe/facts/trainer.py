@@ -152,6 +152,17 @@ class MetricFacts:
     by_entry: tuple[str, ...] = ()
 
 
+class Limited(str, Enum):
+    """What a timeout limits."""
+
+    GROUP = "group"
+    """The collectives of a process group."""
+    STORE = "store"
+    """Calls of the store."""
+    BARRIER = "barrier"
+    """One barrier."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeoutLine:
     """A line of the user's that gives a process group, the store or a barrier a timeout.
@@ -159,11 +170,13 @@ class TimeoutLine:
     Attributes:
         place: ``"file:line in function"``.
         call: The function that it calls, ``"new_group"``.
+        limits: What the timeout of such a call may limit.
         timeout_ms: The timeout, milliseconds; 0 if it is not written out there.
     """
 
     place: str
     call: str
+    limits: tuple[Limited, ...]
     timeout_ms: int = 0
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lightning_ncclsafe.facts import TimeoutLine
+from lightning_ncclsafe.facts import Limited, TimeoutLine
 from lightning_ncclsafe.probes.trainer.setting_lines import setting_lines
 from lightning_ncclsafe.probes.trainer.timeout_lines import timeout_lines
 
@@ -264,6 +264,11 @@ def test_timeouts_of_groups_the_store_and_barriers(tmp_path: Path) -> None:
         ("_set_pg_timeout", 3_600_000),
         ("wait", 20),
     ]
+    assert [found[n].limits for n in (0, 3, 5)] == [
+        (Limited.GROUP,),
+        (Limited.BARRIER,),
+        (Limited.GROUP, Limited.STORE),
+    ]
     assert found[0].place == f"{tmp_path / 'train.py'}:7 in on_fit_start"
 
 
@@ -281,4 +286,5 @@ def test_elsewhere_in_the_file_only_timeouts_that_are_written_out_count(tmp_path
         return Trainer(callbacks=[Exported()]).fit()
     """
     found = run(source, tmp_path, of_timeouts)
-    assert found == (TimeoutLine(place=f"{tmp_path / 'train.py'}:4 in make_group", call="new_group", timeout_ms=4000),)
+    place = f"{tmp_path / 'train.py'}:4 in make_group"
+    assert found == (TimeoutLine(place=place, call="new_group", limits=(Limited.GROUP,), timeout_ms=4000),)

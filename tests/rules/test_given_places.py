@@ -8,7 +8,7 @@ import scenes
 from builders import GLOO, USER_FILE
 from judged import first
 
-from lightning_ncclsafe.facts import JobFacts, RankFacts, StepFacts, TimeoutLine, TrainerFacts
+from lightning_ncclsafe.facts import JobFacts, Limited, RankFacts, StepFacts, TimeoutLine, TrainerFacts
 from lightning_ncclsafe.facts.codec import decode, encode, from_plain, to_plain
 from lightning_ncclsafe.facts.findings import Confidence
 
@@ -69,8 +69,9 @@ def _timed(*lines: TimeoutLine, message: str = "") -> JobFacts:
     return replace(facts, ranks=tuple(map(of, facts.ranks)))
 
 
-def _line(number: int, timeout_ms: int, call: str = "new_group") -> TimeoutLine:
-    return TimeoutLine(place=f"{USER_FILE}:{number} in on_fit_start", call=call, timeout_ms=timeout_ms)
+def _line(number: int, timeout_ms: int, limits: Limited = Limited.GROUP) -> TimeoutLine:
+    place = f"{USER_FILE}:{number} in on_fit_start"
+    return TimeoutLine(place=place, call=limits.value, limits=(limits,), timeout_ms=timeout_ms)
 
 
 STORE = "wait timeout after 4000ms, keys: /default_pg/0//vocabulary"
@@ -86,11 +87,11 @@ USUAL = first(call_scenes.group_with_a_shorter_timeout(GLOO)).confidence
         ((_line(5, 4000), _line(6, 4000)), "", CALL),
         ((_line(5, 4000), _line(6, 0)), "", CALL),
         ((_line(5, 9000),), "", CALL),
-        ((_line(5, 4000, "monitored_barrier"),), "", CALL),
-        ((_line(5, 4000, "monitored_barrier"),), BARRIER, f"{USER_FILE}:5 in on_fit_start"),
+        ((_line(5, 4000, Limited.BARRIER),), "", CALL),
+        ((_line(5, 4000, Limited.BARRIER),), BARRIER, f"{USER_FILE}:5 in on_fit_start"),
         ((_line(5, 4000),), STORE, CALL),
-        ((_line(5, 4000, "TCPStore"),), STORE, f"{USER_FILE}:5 in on_fit_start"),
-        ((_line(5, 4000, "TCPStore"),), "", CALL),
+        ((_line(5, 4000, Limited.STORE),), STORE, f"{USER_FILE}:5 in on_fit_start"),
+        ((_line(5, 4000, Limited.STORE),), "", CALL),
         ((), "", CALL),
     ],
 )

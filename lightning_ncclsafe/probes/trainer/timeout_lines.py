@@ -8,28 +8,31 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
-from lightning_ncclsafe.facts import TimeoutLine
+from lightning_ncclsafe.facts import Limited, TimeoutLine
 from lightning_ncclsafe.probes.process.syntax import name_of
 from lightning_ncclsafe.probes.trainer.scopes import Scope, entered, scopes_in, scopes_of
 from lightning_ncclsafe.probes.trainer.source_lines import MOST_LINES
 
 # All ranks wait while one reads the source.
 _MOST_FILES = 8
-# torch's functions with a timeout, and its position among their arguments; None where it is always named.
-_POSITIONS = {
-    "init_process_group": 2,
-    "new_group": 1,
-    "new_subgroups": 2,
-    "new_subgroups_by_enumeration": 1,
-    "split_group": 2,
-    "init_device_mesh": None,
-    "DeviceMesh": None,
-    "_set_pg_timeout": 0,
-    "_set_default_timeout": 0,
-    "monitored_barrier": 1,
-    "TCPStore": 4,
-    "set_timeout": 0,
-    "wait": 1,
+_GROUP, _STORE = (Limited.GROUP,), (Limited.STORE,)
+_BOTH = (*_GROUP, *_STORE)
+# torch's functions with a timeout: its position among their arguments, None where it is always named; what it limits.
+_FUNCTIONS: dict[str, tuple[int | None, tuple[Limited, ...]]] = {
+    "init_process_group": (2, _BOTH),
+    "new_group": (1, _GROUP),
+    "new_subgroups": (2, _GROUP),
+    "new_subgroups_by_enumeration": (1, _GROUP),
+    "split_group": (2, _GROUP),
+    "init_device_mesh": (None, _GROUP),
+    "DeviceMesh": (None, _GROUP),
+    "_set_pg_timeout": (0, _GROUP),
+    "_set_default_timeout": (0, _GROUP),
+    "monitored_barrier": (1, (Limited.BARRIER,)),
+    "TCPStore": (4, _STORE),
+    "set_timeout": (0, _STORE),
+    # Of the store, or of a collective.
+    "wait": (1, _BOTH),
 }
 # Others have functions of these names, too: these count only with a timeout that is written out.
 _AMBIGUOUS = ("set_timeout", "wait")
@@ -58,11 +61,13 @@ def _lines(scopes: Iterable[Scope]) -> Iterator[TimeoutLine]:
     for scope in scopes:
         for node in scope.nodes:
             call = name_of(node.func) if isinstance(node, ast.Call) else ""
-            if isinstance(node, ast.Call) and call in _POSITIONS:
-                for value in _timeouts(node, _POSITIONS[call]):
+            if isinstance(node, ast.Call) and call in _FUNCTIONS:
+                position, limits = _FUNCTIONS[call]
+                for value in _timeouts(node, position):
                     timeout_ms = _milliseconds(value)
                     if timeout_ms or call not in _AMBIGUOUS:
-                        yield TimeoutLine(place=scope.place(node.lineno), call=call, timeout_ms=timeout_ms)
+                        place = scope.place(node.lineno)
+                        yield TimeoutLine(place=place, call=call, limits=limits, timeout_ms=timeout_ms)
 
 
 def _timeouts(call: ast.Call, position: int | None) -> Iterator[ast.expr]:

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from lightning_ncclsafe.facts import VOTE_GROUPS, IncidentKind, RankFacts, TimeoutLine, group_and_backend
+from lightning_ncclsafe.facts import VOTE_GROUPS, IncidentKind, Limited, RankFacts, TimeoutLine, group_and_backend
 from lightning_ncclsafe.rules.kit import (
     Confidence,
     Evidence,
@@ -28,16 +28,12 @@ _EXPIRED = re.compile(
 )
 # Variables that users set as timeouts and that nothing reads.
 _UNREAD = ("NCCL_TIMEOUT", "NCCL_TIMEOUT_MS", "NCCL_COMM_TIMEOUT", "TORCH_NCCL_TIMEOUT", "GLOO_TIMEOUT")
-# The same messages: the functions that have given such a wait its timeout.
-_OF_GROUP = (
-    *("init_process_group", "new_group", "new_subgroups", "new_subgroups_by_enumeration", "split_group"),
-    *("init_device_mesh", "DeviceMesh", "_set_pg_timeout", "_set_default_timeout"),
-)
-_SET_BY = (
-    (*_OF_GROUP, "wait"),
-    ("init_process_group", "TCPStore", "set_timeout", "wait"),
-    (*_OF_GROUP, "wait"),
-    (*_OF_GROUP, "monitored_barrier"),
+# What the timeouts in these messages limit. A barrier without its own has that of its group.
+_LIMITED = (
+    (Limited.GROUP,),
+    (Limited.STORE,),
+    (Limited.GROUP,),
+    (Limited.GROUP, Limited.BARRIER),
 )
 # torch's own timeouts: a group without another one has such a timeout, and no line gives it that.
 _DEFAULT_MS = (600_000, 1_800_000)
@@ -52,10 +48,10 @@ _REMEDY_UNREAD = " Nothing reads {name}: remove it, and pass timeout=timedelta(.
 
 
 class _Timeout(NamedTuple):
-    """A timeout, milliseconds, and the functions that may have set it."""
+    """A timeout, milliseconds, and what it may have limited."""
 
     ms: int
-    set_by: tuple[str, ...]
+    limited: tuple[Limited, ...]
 
 
 @hang_rule(after="unused-parameters", reads_exceptions=True)
@@ -104,8 +100,8 @@ def _expired(facts: RankFacts) -> _Timeout | None:
     """The timeout after which this rank's wait ended, by its exception; None if unknown."""
     match = _EXPIRED.search(facts.exception.message) if facts.exception is not None else None
     numbers = match.groups() if match else ()
-    found = ((int(number), set_by) for number, set_by in zip(numbers, _SET_BY, strict=False) if number)
-    return next((_Timeout(ms, set_by) for ms, set_by in found if ms), None)
+    found = (_Timeout(int(ms), limited) for ms, limited in zip(numbers, _LIMITED, strict=False) if ms)
+    return next((timeout for timeout in found if timeout.ms), None)
 
 
 def _pending(view: Timeline) -> dict[int, tuple[str, int]]:
@@ -127,7 +123,7 @@ def _set_at(view: Timeline, timeouts: Mapping[int, _Timeout]) -> TimeoutLine | N
     for rank, timeout in timeouts.items():
         for line in view.facts[rank].steps.timeouts_at:
             may_be_it = line.timeout_ms == timeout.ms or (not line.timeout_ms and timeout.ms not in _DEFAULT_MS)
-            if may_be_it and line.call in timeout.set_by:
+            if may_be_it and not {*timeout.limited}.isdisjoint(line.limits):
                 found[line.place] = line
     return found.popitem()[1] if len(found) == 1 else None
 
@@ -161,7 +157,7 @@ def _will_expire(view: Timeline, pending: dict[int, tuple[str, int]]) -> Finding
         f"{duration_words(timeout_ms / 1000)}, although the strategy's timeout is "
         f"{duration_words(view.job.incident.timeout_s)}."
     )
-    timeouts = {rank: _Timeout(timeout_ms, _OF_GROUP) for rank, (_, timeout_ms) in pending.items()}
+    timeouts = {rank: _Timeout(timeout_ms, (Limited.GROUP,)) for rank, (_, timeout_ms) in pending.items()}
     return _finding(view, timeouts, text, Confidence.POSSIBLE, None)
 
 
