@@ -102,6 +102,36 @@ def main(rank):
     trainer = make(count(rank))  # here
     return trainer.fit()
 """
+BY_A_HELPER_BEFORE = """
+def build(**more):
+    return Trainer(**more)
+
+def main(rank):
+    trainer = build(max_steps=count(rank))  # here
+    return trainer.fit()
+"""
+PASSED_ON_BY_POSITION = """
+class Job:
+    def train(self, limit):
+        return Trainer(max_steps=limit).fit()
+
+def main(rank):
+    return Job().train(count(rank))  # here
+"""
+PASSED_ON_BY_A_LIBRARY = """
+import contextlib
+
+@contextlib.contextmanager
+def timed():
+    yield
+
+@timed()
+def train(limit):
+    return Trainer(max_steps=limit).fit()
+
+def main(rank):
+    return train(count(rank))
+"""
 CALLED_TWICE = """
 def train(limit):
     return Trainer(max_steps=limit).fit()
@@ -184,6 +214,7 @@ def main(rank):
             PASSED_ON_FROM_ELSEWHERE,
             PASSED_ON_BEFORE,
         ),
+        *(BY_A_HELPER_BEFORE, PASSED_ON_BY_POSITION, PASSED_ON_BY_A_LIBRARY),
         *(CALLED_TWICE, BY_A_DICTIONARY, BY_A_KEY, A_DICTIONARY_OF_OTHERS, OF_THE_MODEL, TWO_TRAINERS, CONSTANT, QUICK),
         *(ASSIGNED_UNDER_A_CONDITION, OWN_ATTRIBUTE),
     ],
