@@ -113,6 +113,8 @@ DISTRIBUTED = _in(_TORCH, "distributed/*")
 JOIN = _in(_TORCH, "distributed/algorithms/join.py", functions="__exit__")
 C10D = _in(_TORCH, _C10D)
 SEND_OR_RECV = _in(_TORCH, _C10D, functions="send recv")
+# What calls the forward of a part of the model.
+MODULE_CALLS = _in(_TORCH, "nn/modules/module.py", functions="_wrapped_call_impl _call_impl")
 # One rank gives to all, or all give to one.
 ROOTED = _in(_TORCH, _C10D, functions="broadcast scatter gather reduce")
 # Collectives to which each rank may give a different number of elements.

@@ -93,6 +93,8 @@ class RankFacts:
         peers: Other ranks of the same host, as seen from this rank.
         workers: Child processes of this rank that run the loader's code.
         awaited_processes: The child process that its main thread waits for, and those that this one has started.
+        awaited_file: What its main thread reads from or writes to, according to the kernel: a path, ``"pipe:[4711]"``;
+            empty if it does neither, or that is unknown.
         file_lock: The lock on a file that its main thread waits for; None if it waits for none.
         thread_lock: The thread lock that its main thread waits for; None if none is known.
         awaited_thread: The thread of its process that its main thread waits for; None if none is known.
@@ -133,6 +135,7 @@ class RankFacts:
     peers: tuple[ProcessFacts, ...] = ()
     workers: tuple[ProcessFacts, ...] = ()
     awaited_processes: tuple[ChildProcess, ...] = ()
+    awaited_file: str = ""
     file_lock: FileLockFacts | None = None
     thread_lock: ThreadLockFacts | None = None
     awaited_thread: AwaitedThread | None = None

@@ -71,7 +71,8 @@ class SeenRank:
         ended: Its children that have ended, and that it has not waited for.
         storage: Folders in which it has files open for writing.
         name_servers: Name servers that have not answered it yet.
-        awaited_processes: The child process whose end it waits for, and those that this one has started.
+        awaited_processes: The child process that it waits for, and those that this one has started.
+        awaited_file: What its main thread reads from or writes to; empty if unknown.
         file_lock: The lock on a file that it waits for.
         host_facts: Its memory, and its host's.
         gpu: Its GPU; None if there is none.
@@ -90,6 +91,7 @@ class SeenRank:
     storage: tuple[StorageFacts, ...] = ()
     name_servers: tuple[str, ...] = ()
     awaited_processes: tuple[ChildProcess, ...] = ()
+    awaited_file: str = ""
     file_lock: FileLockFacts | None = None
     host_facts: HostFacts = field(default_factory=HostFacts)
     gpu: GpuStateFacts | None = None
@@ -216,7 +218,13 @@ def rank_facts(seen: SeenRank, *, taken_ns: int = 0) -> RankFacts:
         threads=tuple(_threads(shown))[:_MOST_THREADS],
         group=seen.objects.group,
     )
-    return replace(facts, inspection=inspection, awaited_processes=seen.awaited_processes, file_lock=seen.file_lock)
+    return replace(
+        facts,
+        inspection=inspection,
+        awaited_processes=seen.awaited_processes,
+        awaited_file=seen.awaited_file,
+        file_lock=seen.file_lock,
+    )
 
 
 def _threads(shown: Look) -> Iterator[ThreadPlace]:

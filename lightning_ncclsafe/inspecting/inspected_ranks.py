@@ -37,6 +37,7 @@ from lightning_ncclsafe.probes.host.resources import child_processes, filesystem
 from lightning_ncclsafe.probes.host.swap import look_at_pressure, pressure_between
 from lightning_ncclsafe.probes.network import name_servers_asked
 from lightning_ncclsafe.probes.process.child_waits import awaited_by
+from lightning_ncclsafe.probes.process.file_waits import awaited_file
 from lightning_ncclsafe.probes.process.growth import MemoryLook, growth_between
 from lightning_ncclsafe.probes.process.lock_waits import awaited_lock
 from lightning_ncclsafe.probes.process.main_thread import started_at
@@ -252,6 +253,7 @@ def seen_rank(one: RankProcess, looks: tuple[Look, ...], reader: StackReader, ra
         storage=from_storage(lambda: tuple(_open_files(one.pid)), ()),
         name_servers=name_servers_asked(one.pid),
         awaited_processes=awaited_by(one.pid),
+        awaited_file=awaited_file(one.pid),
         file_lock=from_storage(partial(awaited_lock, one.pid), None),
         host_facts=_host_facts(one.pid, looks),
         versions=from_storage(partial(_versions, looks), {}),

@@ -34,6 +34,7 @@ from lightning_ncclsafe.probes.machine_state import MachineProbe
 from lightning_ncclsafe.probes.network import taken_interface
 from lightning_ncclsafe.probes.process import (
     child_waits,
+    file_waits,
     flight_recorder,
     lock_waits,
     stacks,
@@ -279,6 +280,7 @@ class RankProbe:
             "host_facts": self._host_facts,
             "file_lock": lock_waits.waited_for,
             "held_locks": lock_waits.held,
+            "awaited_file": file_waits.awaited_file,
             "awaited_processes": child_waits.waited_for,
             "workers": self._workers,
             "storage": self._trainer.storage,

@@ -39,7 +39,7 @@ BEFORE_HOST_FACTS = [
     *("trainer", "steps", "caught", "failed_save", "stack", "thread_stack", "collectives", "units", "loaders"),
     *("loggers", "thread_lock", "awaited_thread", "peers"),
 ]
-AFTER_HOST_FACTS = ["file_lock", "held_locks", "awaited_processes", "workers", "storage", "versions"]
+AFTER_HOST_FACTS = ["file_lock", "held_locks", "awaited_file", "awaited_processes", "workers", "storage", "versions"]
 
 
 @pytest.fixture

@@ -375,6 +375,14 @@ def test_sends_in_a_circle_are_found(tmp_path: Path) -> None:
     assert "in a circle" in first.summary
 
 
+def test_a_ring_in_which_all_send_first_is_found(tmp_path: Path) -> None:
+    ring = {rank: p2p(f"send {rank}->{(rank + 1) % 4}") for rank in range(4)}
+    first = first_of(write(tmp_path, ring))
+    assert (first.rule, first.ranks) == ("unmatched-p2p", (0, 1, 2, 3))
+    assert first.summary.startswith("Rank 0 waits in send 0->1 for rank 1")
+    assert "they wait for each other in a circle" in first.summary and "batch_isend_irecv" in first.remedy
+
+
 def test_parts_end_with_their_coalesced_call(tmp_path: Path) -> None:
     """The recorder does not record the end of the parts; the coalesced call has ended."""
     parts = [

@@ -258,6 +258,15 @@ def receive_too_many(net: Backend) -> JobFacts:
     return job(*(own if rank == 2 else net.waiting(rank, seq=61) for rank in range(4)))
 
 
+def peers_counted_within_a_pipeline(net: Backend) -> JobFacts:
+    """Ranks 2 and 3 give their numbers within their pipeline: those of ranks 0 and 1, which have exchanged already."""
+    path = (user("training_step", 40, code="self.hand_on(x)"), user("hand_on", 75, code="call(x, other)"))
+    last = {"seq": 60, "action": TRAINING_STEP}
+    sends = replace(net.working(2, *path, SEND, **last), steps=StepFacts(peer=1))
+    receives = replace(net.working(3, *path, RECV, **last), steps=StepFacts(peer=0))
+    return job(*(in_backward(net, rank) for rank in (0, 1)), sends, receives)
+
+
 def shape_that_is_not_sent(net: Backend) -> JobFacts:
     """Rank 1 receives a shape first, and rank 0 has sent the values without one: under another tag."""
     sends = net.working(0, user("hand_over", 71), SEND, seq=60, action=TRAINING_STEP, world=2)
@@ -530,6 +539,13 @@ CALL_SCENES = (
     ),
     Scene("shape not sent", shape_that_is_not_sent, "unmatched-p2p", (0, 1), f"{USER_FILE}:76 in take_over"),
     Scene("receive too many", receive_too_many, "unmatched-p2p", (2,), f"{USER_FILE}:76 in receive"),
+    Scene(
+        "peers counted within a pipeline",
+        peers_counted_within_a_pipeline,
+        "unmatched-p2p",
+        (2, 3),
+        f"{USER_FILE}:75 in hand_on",
+    ),
     Scene("microbatch too few", microbatch_too_few, "unmatched-p2p", (0, 1), f"{USER_FILE}:76 in receive"),
     Scene(
         "groups made by their members",
@@ -538,7 +554,7 @@ CALL_SCENES = (
         (0,),
         f"{USER_FILE}:20 in setup",
     ),
-    Scene("both receive", both_receive, "crossed-groups", (0, 1), f"{USER_FILE}:73 in exchange"),
+    Scene("both receive", both_receive, "unmatched-p2p", (0, 1), f"{USER_FILE}:73 in exchange"),
     Scene("metric with a state fewer", metric_with_a_state_fewer, "diverged-log-keys", (0, 1)),
     Scene("generator left out once", generator_left_out_once, "skipped-step", (1,)),
     Scene(

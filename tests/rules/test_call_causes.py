@@ -625,7 +625,7 @@ def test_nccl_says_between_whom_a_receive_is() -> None:
         return replace(base, collectives=(*base.collectives, call))
 
     finding = judge(job(rank(0), rank(1), world=2)).findings[0]
-    assert (finding.rule, finding.ranks) == ("crossed-groups", (0, 1))
+    assert (finding.rule, finding.ranks) == ("unmatched-p2p", (0, 1))
 
 
 def test_gradients_that_one_rank_alone_reduces_are_no_mismatch() -> None:

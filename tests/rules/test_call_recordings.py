@@ -25,7 +25,7 @@ CERTAIN, LIKELY = Confidence.CERTAIN, Confidence.LIKELY
         ("overrun-rank-of-two", "mismatched-collective", (0, 1), LIKELY, "train.py:59 in training_step"),
         ("overrun-rank-fsdp2", "mismatched-collective", (1,), LIKELY, "train.py:52 in forward"),
         ("crossed-groups", "crossed-groups", (1,), CERTAIN, "train.py:70 in training_step"),
-        ("crossed-receives", "crossed-groups", (0, 1), CERTAIN, "train.py:73 in training_step"),
+        ("crossed-receives", "unmatched-p2p", (0, 1), CERTAIN, "train.py:73 in training_step"),
         ("log-key-of-one-rank", "diverged-log-keys", (1,), CERTAIN, "train.py:90 in training_step"),
         ("log-key-of-an-epoch", "diverged-log-keys", (1,), CERTAIN, "train.py:104 in validation_step"),
         ("step-returned-none", "skipped-step", (1,), CERTAIN, "train.py:88 in training_step"),

@@ -9,6 +9,7 @@ from judged import first, rules_found
 from scenes import _in_init as scenes_in_init
 
 from lightning_ncclsafe.facts import (
+    ChildProcess,
     Collective,
     EndedProcess,
     Frame,
@@ -184,6 +185,41 @@ def test_a_wait_in_a_fifo_is_blamed_on_its_other_end_not_on_storage() -> None:
     assert "waits for the other end of a pipe (kernel function wait_for_partner)" in finding.summary
     assert "lsof" in finding.remedy and "quotas" not in finding.remedy
     assert "storage" not in finding.summary
+
+
+def in_pipe(file: str, *children: ChildProcess, channel: str = "anon_pipe_read") -> JobFacts:
+    """Rank 2 reads a line from this file."""
+    line = user("score", 40, code="answer = answers.readline()")
+    scene = scenes.at_work(GLOO, line, main_thread=thread(wait_channel=channel))
+    seen = {"awaited_file": file, "awaited_processes": children}
+    return replace(scene, ranks=tuple(replace(one, **seen) if one.rank == 2 else one for one in scene.ranks))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("file", "channel", "confidence"),
+    [
+        ("/scratch/metrics.fifo", "anon_pipe_read", Confidence.LIKELY),
+        ("", "wait_for_partner", Confidence.LIKELY),
+        ("pipe:[4711]", "anon_pipe_read", Confidence.POSSIBLE),
+        ("", "pipe_read", Confidence.POSSIBLE),
+    ],
+)
+def test_only_a_pipe_with_a_name_is_likely_to_be_storage(file: str, channel: str, confidence: Confidence) -> None:
+    finding = first(in_pipe(file, channel=channel))
+    assert (finding.rule, finding.confidence) == ("blocked-on-disk", confidence)
+
+
+@pytest.mark.parametrize(
+    ("channel", "does"),
+    [("anon_pipe_read", "reads from"), ("anon_pipe_write", "writes to"), ("pipe_wait", "waits for")],
+)
+def test_a_program_at_the_other_end_of_a_pipe_is_no_disk(channel: str, does: str) -> None:
+    shell = ChildProcess(pid=123, parent=7, command="sh -c", state="sleeping")
+    (finding,) = judge(in_pipe("pipe:[4711]", shell, channel=channel)).findings
+    assert finding.rule == "rank-behind"
+    assert finding.summary.endswith(f" Rank 2 {does} its child process 123 (sh -c), which is sleeping.")
+    told = first(in_pipe("pipe:[4711]", ChildProcess(pid=123, parent=7, state="zombie"), channel=channel))
+    assert told.summary.endswith(f" Rank 2 {does} its child process 123, which has ended.")
 
 
 def test_where_the_kernel_does_not_say_the_line_alone_is_not_much() -> None:

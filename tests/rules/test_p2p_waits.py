@@ -1,13 +1,29 @@
-"""Sends and receives on NCCL, which return at once: what a pending one shows, and what it does not."""
+"""Sends and receives: circles, what a pending one on NCCL shows, and which side is odd."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
-from builders import GLOO, NCCL, RUN, SITE, TRAINING_STEP, Backend, job, raised, user
+from builders import GLOO, NCCL, RUN, SITE, TRAINING_STEP, USER_FILE, Backend, job, raised, user
+from call_scenes import peers_counted_within_a_pipeline
 from judged import first, found
 
-from lightning_ncclsafe.facts import Collective, Frame, JobFacts, RankFacts
+from lightning_ncclsafe.facts import (
+    Action,
+    Branch,
+    Collective,
+    Decides,
+    Frame,
+    Group,
+    IncidentKind,
+    JobFacts,
+    RankFacts,
+    StepFacts,
+)
 from lightning_ncclsafe.facts.findings import Confidence
+from lightning_ncclsafe.rules.hang import HANG_RULES
+from lightning_ncclsafe.rules.judging import judge
+from lightning_ncclsafe.rules.recorded import RECORDED_RULES
 
 GATHER = Frame(file=f"{SITE}/torch/distributed/distributed_c10d.py", line=9, function="broadcast_object_list")
 EXABYTE = "CUDA out of memory. Tried to allocate more than 1EB memory."
@@ -36,11 +52,110 @@ def ring(world: int, *, in_batch: bool) -> JobFacts:
 
 @pytest.mark.parametrize("facts", [ring(2, in_batch=True), ring(3, in_batch=True), ring(3, in_batch=False)])
 def test_what_both_sides_have_called_is_no_circle(facts: JobFacts) -> None:
-    assert "crossed-groups" not in found(facts)
+    assert found(facts).keys().isdisjoint({"crossed-groups", "unmatched-p2p"})
 
 
 def test_two_ranks_that_both_send_first_wait_for_each_other() -> None:
-    assert found(ring(2, in_batch=False))["crossed-groups"] is Confidence.LIKELY
+    finding = first(ring(2, in_batch=False))
+    assert (finding.rule, finding.ranks, finding.confidence) == ("unmatched-p2p", (0, 1), Confidence.LIKELY)
+
+
+def blocked_in(call: Frame, rank: int, peer: int, world: int = 3) -> RankFacts:
+    """A rank in a send or receive on gloo."""
+    facts = GLOO.working(rank, user("pass_on", 73), call, seq=60, action=TRAINING_STEP, world=world)
+    return replace(facts, steps=StepFacts(peer=peer))
+
+
+@pytest.mark.parametrize(("call", "step"), [("send", 1), ("recv", -1)])
+def test_a_ring_in_which_all_do_the_same_first_crosses_no_groups(call: str, step: int) -> None:
+    frame = replace(GATHER, function=call)
+    scene = job(*(blocked_in(frame, rank, (rank + step) % 3) for rank in range(3)), world=3)
+    for incident in (scene.incident, replace(scene.incident, kind=IncidentKind.RECORDED)):
+        rules = RECORDED_RULES if incident.kind is IncidentKind.RECORDED else HANG_RULES
+        (finding,) = judge(replace(scene, incident=incident), rules).findings
+        assert (finding.rule, finding.ranks, finding.confidence) == ("unmatched-p2p", (0, 1, 2), Confidence.CERTAIN)
+        assert finding.location == f"{USER_FILE}:73 in pass_on"
+        assert finding.summary.startswith(f"Rank 0 waits in {call} for rank {step % 3}, rank ")
+        assert finding.summary.endswith(": they wait for each other in a circle.")
+        assert finding.remedy.startswith("Let one side send first and the other receive first")
+
+
+def test_sends_in_several_groups_may_be_a_matter_of_their_order() -> None:
+    ranks = (reading(0, "send 0->1"), reading(1, "send 1->0"))
+    moved = replace(
+        ranks[1], collectives=tuple(replace(c, group="1" if c.is_p2p else "0") for c in ranks[1].collectives)
+    )
+    moved = replace(moved, groups=(*moved.groups, Group(name="1", ranks=(0, 1))))
+    assert "crossed-groups" in found(job(ranks[0], moved, world=2))
+
+
+def test_other_causes_of_what_a_circle_keeps_waiting_are_left_out() -> None:
+    """Rank 2 waits in a collective for the ranks that wait for each other."""
+    send = replace(GATHER, function="send")
+    others = (blocked_in(send, rank, 1 - rank) for rank in (0, 1))
+    assert [*found(job(*others, GLOO.waiting(2, seq=61, world=3), world=3))] == ["unmatched-p2p"]
+
+
+def changed(scene: JobFacts, rank: int, **more: Any) -> JobFacts:
+    """The same job with other facts of a rank."""
+    return replace(scene, ranks=tuple(replace(one, **more) if one.rank == rank else one for one in scene.ranks))
+
+
+def test_ranks_that_have_not_passed_the_line_together_may_be_the_odd_ones() -> None:
+    """Then all four are named, as the ones that go on may have left out a call."""
+    scene = peers_counted_within_a_pipeline(GLOO)
+    told = first(scene)
+    assert (told.ranks, told.confidence) == ((2, 3), Confidence.LIKELY)
+    assert "ranks 0-1 have made the call of that line in this batch, and completed it without ranks 2-3" in told.summary
+    progress, stack = scene.ranks[0].progress, scene.ranks[2].stack
+    line = next(frame for frame in stack if frame.function == "hand_on")
+    under = Branch(line=74, test="if rows:  (line 74)", on=Decides.VALUE, until=75)
+    library = replace(GATHER, file=f"{SITE}/other/library.py", function="on_some_ranks")
+    by_hand = user("training_step", 42)
+    at = stack.index(line)
+    doubts = [
+        changed(scene, 0, progress=replace(progress, batch_idx=progress.batch_idx + 1)),
+        changed(
+            scene,
+            0,
+            progress=replace(progress, actions=(*progress.actions[:-1], Action(name=TRAINING_STEP, for_s=1.0))),
+        ),
+        changed(scene, 0, stack=(*scene.ranks[0].stack[:-1], by_hand, scene.ranks[0].stack[-1])),
+        changed(scene, 2, stack=tuple(replace(one, branches=(under,)) if one is line else one for one in stack)),
+        changed(scene, 2, stack=tuple(replace(one, code="") if one is line else one for one in stack)),
+        changed(scene, 2, stack=(*stack[:at], library, *stack[at:])),
+    ]
+    for doubt in doubts:
+        assert found_ranks(doubt) == (0, 1, 2, 3)
+    common = replace(under, on=Decides.COMMON)
+    alike = changed(scene, 2, stack=tuple(replace(one, branches=(common,)) if one is line else one for one in stack))
+    assert found_ranks(alike) == (2, 3)
+
+
+def found_ranks(facts: JobFacts) -> tuple[int, ...]:
+    """The ranks that are named for what they send and receive."""
+    return next(finding.ranks for finding in judge(facts).findings if finding.rule == "unmatched-p2p")
+
+
+def test_on_nccl_the_recorder_has_what_others_have_completed() -> None:
+    def at_line(facts: RankFacts, op: str, *, completed: bool, before: int) -> RankFacts:
+        call = Collective(group="0", seq=3, op=op, backend="nccl", is_p2p=True, completed=completed, site="line")
+        at = next(index for index, one in enumerate(facts.collectives) if one.seq == before) + 1
+        return replace(facts, collectives=(*facts.collectives[:at], call, *facts.collectives[at:]))
+
+    def four(*, before: int = 60, op: str = "recv 1<-0") -> JobFacts:
+        line = user("training_step", 40, code="loss.item()")
+        waits = [NCCL.working(rank, line, seq=60, action=TRAINING_STEP) for rank in (2, 3)]
+        return job(
+            at_line(NCCL.waiting(0, seq=61), "send 0->1", completed=True, before=before),
+            at_line(NCCL.waiting(1, seq=61), op, completed=True, before=before),
+            at_line(waits[0], "send 2->1", completed=False, before=60),
+            at_line(waits[1], "recv 3<-0", completed=False, before=60),
+        )
+
+    assert found_ranks(four()) == (2, 3)
+    assert found_ranks(four(before=59)) == (0, 1, 2, 3), "those are of the step before"
+    assert found_ranks(four(op="recv 1<-2")) == (0, 1, 2, 3), "not with one another"
 
 
 def test_that_a_rank_waits_for_what_is_pending_is_never_certain() -> None:

@@ -9,6 +9,7 @@ import psutil
 from lightning_ncclsafe.code.libraries import SUBPROCESS
 from lightning_ncclsafe.facts import ChildProcess
 from lightning_ncclsafe.probes.absent import or_none
+from lightning_ncclsafe.probes.process.file_waits import program_at_other_end
 from lightning_ncclsafe.probes.process.lock_waits import command_words
 from lightning_ncclsafe.probes.process.main_thread import look_at_main_thread, system_call
 from lightning_ncclsafe.probes.process.stacks import main_thread_frames
@@ -18,13 +19,20 @@ _MOST = 4
 
 
 def waited_for() -> tuple[ChildProcess, ...]:
-    """The child process that the main thread waits for, then its descendants, at most 4; empty if it waits for none."""
-    return _with_descendants(_pid_of_wait() or next(_pids_of_subprocess(), 0))
+    """The child process that the main thread waits for, then its descendants, at most 4; empty if it waits for none.
+
+    It waits for a child's end, or for the program at the other end of a pipe.
+    """
+    return _with_descendants(_pid_of_wait() or next(_pids_of_subprocess(), 0) or program_at_other_end())
 
 
 def awaited_by(pid: int) -> tuple[ChildProcess, ...]:
-    """The same of another process, if it waits for a child's end; if it waits for a child's output, that is unknown."""
-    return _with_descendants(_pid_of_wait(pid))
+    """The same of another process; of what the module subprocess waits for, only a child's end and a pipe are known.
+
+    Args:
+        pid: Process id.
+    """
+    return _with_descendants(_pid_of_wait(pid) or program_at_other_end(pid))
 
 
 def _with_descendants(pid: int) -> tuple[ChildProcess, ...]:

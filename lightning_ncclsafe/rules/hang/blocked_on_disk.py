@@ -35,6 +35,8 @@ _BESIDE_DISK = (Wait.DRIVER, Wait.FREEZER)
 # A rank that reads many files is blocked in some samples; one that hangs is blocked in most.
 _LOOKS = 3
 _MOSTLY = 0.6
+# Where a process waits until a FIFO is opened at its other end, too.
+_OF_FIFO = ("wait_for_partner", "fifo_open")
 # Calls on files; a thread that sleeps in one waits for storage, or for the other end of a pipe.
 _ON_FILES = re.compile(
     r"\b(?:open|fsync|fdatasync|stat|listdir|scandir|glob|exists|mkdir|makedirs|replace|rename|unlink|remove|copy\w*"
@@ -73,14 +75,15 @@ def blocked_on_disk(view: Timeline) -> Iterator[Finding]:
         fsync.
 
     Cause:
-        A network mount whose server does not answer, a full or failing disk, a frozen file system, a pipe or FIFO that
-        nobody reads. During a page fault (a memory-mapped file) the rank does not even answer.
+        A network mount whose server does not answer, a full or failing disk, a frozen file system, a FIFO that nobody
+        reads. During a page fault (a memory-mapped file) the rank does not even answer.
 
     Remedy:
         Check that storage; write to a local disk.
 
     Cannot see:
-        Which file it is if the rank does not answer.
+        Which file it is if the rank does not answer. Who has the other end of a pipe, unless it is a program that the
+        rank has started: then the rank waits for that, and not for a disk.
     """
     for rank, process in silent_processes(view, Reason.BLOCKED):
         if wait_of(process.wait_channel) is not Wait.DRIVER:
@@ -147,10 +150,21 @@ def _confidence_in_call(view: Timeline, facts: RankFacts, thread: MainThreadFact
     waits = wait_of(thread.wait_channel)
     # The pipe of a queue is not one of the user's files.
     is_queue = frame is not None and _OF_PROCESSES.has(frame.file, frame.function)
-    if waits in _STORAGE or (waits is Wait.PIPE and not is_queue):
+    if waits is Wait.PIPE and not is_queue:
+        return _confidence_in_pipe(facts, thread)
+    if waits in _STORAGE:
         return Confidence.LIKELY
     # If the kernel function is unknown, only the line is evidence; sockets and locks have their own functions.
     return Confidence.POSSIBLE if not thread.wait_channel else None
+
+
+def _confidence_in_pipe(facts: RankFacts, thread: MainThreadFacts) -> Confidence | None:
+    """How sure it is that a pipe is a file, and not the input or output of a program that the rank has started."""
+    if facts.awaited_processes:
+        return None
+    # The kernel's functions of reading and writing are the same for a FIFO and for a pipe without a name.
+    is_file = facts.awaited_file.startswith("/") or thread.wait_channel.startswith(_OF_FIFO)
+    return Confidence.LIKELY if is_file else Confidence.POSSIBLE
 
 
 def _answering(view: Timeline, rank: int, confidence: Confidence) -> Finding:

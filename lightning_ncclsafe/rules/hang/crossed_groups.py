@@ -6,28 +6,29 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 
 from lightning_ncclsafe.code.libraries import GROUP_CREATION
 from lightning_ncclsafe.code.marks import Mark
-from lightning_ncclsafe.facts import Group, RankFacts, group_and_backend
+from lightning_ncclsafe.facts import Group, group_and_backend
 from lightning_ncclsafe.rules.kit import (
     FEW_STEPS,
     Confidence,
     Evidence,
     Finding,
-    GroupView,
-    Kind,
     Plan,
     Timeline,
     call_location,
+    circle_in,
+    circle_of_p2p,
+    circle_of_waits,
     clause,
     condition_evidence,
     finding,
     gathering_alone,
+    group_waited_in,
     group_words,
     hang_rule,
-    has_other_side,
     in_own_call,
     is_in,
     is_of_fsdp,
-    peer_of,
+    peer_waited_for,
     ranks_words,
     send_recv_pairs,
     short_place,
@@ -35,6 +36,7 @@ from lightning_ncclsafe.rules.kit import (
     unit_of,
     verb,
     wait_words,
+    waits_in_one_group,
     where_evidence,
 )
 
@@ -45,10 +47,6 @@ _REMEDY_MADE = (
 _REMEDY_ORDER = (
     "Create the groups in one order on all ranks, sorted by their members for instance: new_group returns only when "
     "all members of its group have called it."
-)
-_REMEDY_P2P = (
-    "Let one side send first and the other receive first (for a ring: by the parity of the rank), or start all of them "
-    "at once with dist.batch_isend_irecv, and wait afterwards."
 )
 _HOPS = 4
 _LISTED = 8
@@ -78,10 +76,10 @@ def crossed_groups(view: Timeline) -> Iterator[Finding]:
         Use one order of groups on all ranks; call new_group on all ranks for every group, members or not.
 
     Cannot see:
-        Which ranks an isend or irecv on gloo connects, because its recorder does not keep them. Which group is created
-        out of order, unless a condition on the rank precedes it in a function that ranks are in.
+        Which group is created out of order, unless a condition on the rank precedes it in a function that ranks are in.
+        Sends and receives that wait for each other in a circle cross no groups: see unmatched-p2p.
     """
-    circle = _circle(_awaited(view))
+    circle = circle_of_waits(view)
     is_order = not (
         _is_of_p2p(view, circle)
         or _is_of_one_group(circle)
@@ -90,13 +88,13 @@ def crossed_groups(view: Timeline) -> Iterator[Finding]:
     )
     if circle and not gathering_alone(view) and is_order:
         yield _finding(view, circle)
-    elif not circle and (inspected := _circle(_awaited_by_inspection(view))):
+    elif not circle and (inspected := circle_in(_awaited_by_inspection(view))):
         yield _inspected_finding(view, inspected)
     made = {rank: facts.steps.groups_made for rank, facts in view.facts.items()}
     # Creating a group waits for the others; a rank that works may merely be late for it.
     making = tuple(rank for rank in view.waiting if is_in(GROUP_CREATION, view.facts[rank].stack))
     all_wait = set(view.waiting) == set(view.facts) and not view.silent and not view.raised
-    if created := _circle(_awaited_in_creation(view)):
+    if created := circle_in(_awaited_in_creation(view)):
         yield _created_in_circle(view, created)
     elif making and all_wait and min(made.values()) >= 0 and len({*made.values()}) > 1:
         yield _created_differently(view, making, made)
@@ -107,7 +105,8 @@ def crossed_groups(view: Timeline) -> Iterator[Finding]:
 def _is_of_p2p(view: Timeline, circle: dict[int, tuple[str, int]]) -> bool:
     """Whether a send or receive in the circle has no other side: its peer waits in a collective, or for another one."""
     groups = {name for name, _ in circle.values()}
-    return ("" in groups and len(groups) > 1) or circle.keys() <= send_recv_pairs(view).keys()
+    is_mixed = "" in groups and len(groups) > 1
+    return is_mixed or bool(circle_of_p2p(view)) or circle.keys() <= send_recv_pairs(view).keys()
 
 
 def _is_of_one_group(circle: dict[int, tuple[str, int]]) -> bool:
@@ -235,20 +234,6 @@ def _odd_makers(made: dict[int, int]) -> tuple[int, ...]:
     return tuple(sorted(rank for rank, count in made.items() if 2 * often <= len(made) or count != usual))
 
 
-def _awaited(view: Timeline) -> dict[int, tuple[str, int]]:
-    """For each waiting rank, the group that it waits in, and a member that it waits for and that waits elsewhere.
-
-    For a send or receive, the group is empty and the rank is the peer.
-    """
-    by_name = view.groups_by_name
-    waits_in = {rank: by_name[name] for rank in view.waiting if (name := _waits_in(view, rank)) in by_name}
-    late = {name: _late(by_name[name], view, waits_in) for name in {group.name for group in waits_in.values()}}
-    awaited = {rank: (group.name, last) for rank, group in waits_in.items() if (last := late[group.name]) is not None}
-    to_peers = {rank: peer for rank in view.waiting if (peer := _peer(view, rank)) in view.facts}
-    # What both sides have called is not a matter of order.
-    return awaited | {rank: ("", peer) for rank, peer in to_peers.items() if not has_other_side(view, rank)}
-
-
 def _awaited_by_inspection(view: Timeline) -> dict[int, tuple[str, int]]:
     """The same for inspected ranks: of their groups' collectives, only the one in which each waits is known."""
     groups = _inspected_groups(view)
@@ -271,40 +256,6 @@ def _inspected_groups(view: Timeline) -> dict[int, Group]:
     return {rank: group for rank, group in groups.items() if group is not None}
 
 
-def _waits_in(view: Timeline, rank: int) -> str:
-    """The group whose collective its main thread is in; empty if it is in none."""
-    doing = view.activities[rank]
-    return doing.collective.group if doing.collective is not None and doing.kind is Kind.COLLECTIVE else ""
-
-
-def _peer(view: Timeline, rank: int) -> int:
-    """The rank that this one sends to or receives from, with nothing else outstanding; -1 if there is none."""
-    doing = view.activities[rank]
-    return peer_of(view, rank) if doing.kind is Kind.COLLECTIVE and doing.collective is None else -1
-
-
-def _late(group: GroupView, view: Timeline, waits_in: dict[int, GroupView]) -> int | None:
-    """A member that is behind in the group and waits elsewhere; None if there is none."""
-    others = (rank for rank in group.behind if rank not in waits_in or waits_in[rank].name != group.name)
-    elsewhere = (rank for rank in others if rank in waits_in or _peer(view, rank) >= 0)
-    return next(elsewhere, None)
-
-
-def _circle(awaited: dict[int, tuple[str, int]]) -> dict[int, tuple[str, int]]:
-    """The ranks that wait for each other in a circle, each with its group and the rank that it waits for."""
-    seen: set[int] = set()
-    for start in awaited:
-        path: dict[int, None] = {}
-        rank = start
-        while rank in awaited and rank not in seen:
-            seen.add(rank)
-            path[rank] = None
-            rank = awaited[rank][1]
-        if rank in path:
-            return {member: awaited[member] for member in list(path)[list(path).index(rank) :]}
-    return {}
-
-
 def _finding(view: Timeline, circle: dict[int, tuple[str, int]]) -> Finding:
     skipped = tuple(rank for rank in circle if _has_skipped(view, rank, circle))
     is_decided = 0 < len(skipped) < len(circle)
@@ -317,7 +268,7 @@ def _finding(view: Timeline, circle: dict[int, tuple[str, int]]) -> Finding:
     why = f", and {ranks_words(ranks)} {did} {'in' if is_skipped else 'from'} every step before" if is_decided else ""
     is_seen = all(name or view.facts[rank].steps.peer >= 0 for rank, (name, _) in circle.items())
     # NCCL's sends and receives return at once: that a rank waits for one is concluded from its line.
-    is_certain = is_seen and all(_waits_in_one_group(view.facts[rank]) for rank in circle) and not is_decided
+    is_certain = is_seen and all(waits_in_one_group(view.facts[rank]) for rank in circle) and not is_decided
     return finding(
         view,
         ranks,
@@ -326,7 +277,6 @@ def _finding(view: Timeline, circle: dict[int, tuple[str, int]]) -> Finding:
         # That FSDP gathers a model where the user's code runs it is usual.
         location=call_location(view, sorted(callers, key=lambda rank: _is_of_model(view, rank))),
         evidence=(*_evidence(view, circle), *condition_evidence(view, circle), *where_evidence(view, circle)),
-        remedy=_REMEDY_P2P if {name for name, _ in circle.values()} == {""} else "",
     )
 
 
@@ -368,19 +318,14 @@ def _has_skipped(view: Timeline, rank: int, circle: dict[int, tuple[str, int]]) 
     return skipped is not None and skipped[1] >= FEW_STEPS and (skipped[0].group, rank) in circle.values()
 
 
-def _waits_in_one_group(facts: RankFacts) -> bool:
-    """Whether collectives of one group only are outstanding: otherwise the main thread may wait for another group's."""
-    return len({call.group for call in facts.collectives if not call.completed and not call.is_p2p}) <= 1
-
-
 def _odd_ones(view: Timeline, names: set[str], circle: tuple[int, ...]) -> tuple[int, ...]:
     """The ranks that wait in a different one of these groups than most do; all of the circle if nothing decides.
 
     In a smaller group fewer ranks wait, whichever side is wrong.
     """
     if "" in names:
-        return tuple(sorted(rank for rank in view.waiting if _peer(view, rank) in view.facts))
-    waits = {rank: name for rank in view.waiting if (name := _waits_in(view, rank)) in names}
+        return tuple(sorted(rank for rank in view.waiting if peer_waited_for(view, rank) in view.facts))
+    waits = {rank: name for rank in view.waiting if (name := group_waited_in(view, rank)) in names}
     if len({group.members for group in view.groups if group.name in names}) > 1:
         return tuple(sorted(circle))
     counts = Counter(waits.values()).most_common()

@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import replace
 
 from lightning_ncclsafe.rules.kit import (
     Confidence,
@@ -10,10 +11,12 @@ from lightning_ncclsafe.rules.kit import (
     Findings,
     Kind,
     Timeline,
+    awaited_process_sentence,
     blocked_at_one_line,
     clause,
     finding,
     hang_rule,
+    joined,
     location_of,
     others_wait,
     positions,
@@ -115,13 +118,14 @@ def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
     waits_alone = all(view.activities[rank].waits_alone for rank in ranks)
     # The recorder shows that the others wait for them; a rank that waits as well may wait for one of these.
     is_certain = bool(view.behind) and set(ranks) <= set(view.stragglers)
-    return straggler_finding(
+    found = straggler_finding(
         view,
         ranks,
         "will not come" if is_over else "is|are behind",
         confidence=Confidence.LIKELY if is_certain else Confidence.POSSIBLE,
         remedy=_REMEDY_FINISHED if is_over else (_REMEDY_ALONE if waits_alone else _REMEDY),
     )
+    return replace(found, summary=joined((found.summary, awaited_process_sentence(view, ranks))))
 
 
 def _nobody_stands_out(view: Timeline) -> Finding:

@@ -1,8 +1,11 @@
 """The cause unmatched-p2p: ranks wait for sends and receives that do not match each other."""
 
+import itertools
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
+from lightning_ncclsafe.code.libraries import MODULE_CALLS
+from lightning_ncclsafe.facts import Collective, Decides, RankFacts
 from lightning_ncclsafe.rules.kit import (
     Confidence,
     Evidence,
@@ -11,14 +14,24 @@ from lightning_ncclsafe.rules.kit import (
     Plan,
     Timeline,
     batch_words,
+    call_location,
     capitalised,
+    circle_of_p2p,
     clause,
+    condition_evidence,
     finding,
     hang_rule,
     has_other_side,
+    hook_words,
+    in_own_call,
+    inside_trainer,
+    is_of_fsdp,
     joined,
     location_of,
+    other_end,
+    outstanding_p2p,
     peer_of,
+    peer_waited_for,
     place_words,
     ranks_words,
     send_recv_pairs,
@@ -26,7 +39,17 @@ from lightning_ncclsafe.rules.kit import (
     stack_evidence,
     verb,
     wait_words,
+    waits_in_one_group,
+    where_evidence,
 )
+
+_REMEDY_CIRCLE = (
+    "Let one side send first and the other receive first (for a ring: by the parity of the rank), or start all of them "
+    "at once with dist.batch_isend_irecv, and wait afterwards."
+)
+_HOPS = 4
+_STEP = "training_step"
+_LISTED = 8
 
 
 @hang_rule(
@@ -38,23 +61,31 @@ from lightning_ncclsafe.rules.kit import (
     plan=Plan.STOP,
 )
 def unmatched_p2p(view: Timeline) -> Iterator[Finding]:
-    """Ranks wait for sends and receives that match no other rank's, and nobody does anything else.
+    """Ranks wait for sends and receives that match no other rank's, or for each other's in a circle.
 
     Symptom:
         Ranks are in Work.wait() with no collective outstanding; gloo's recorder has no entry for it. Or a rank is in
-        send() or recv(), and its peer waits in a collective, or in a send or receive of something else.
+        send() or recv(), and its peer waits in a collective, or in a send or receive of something else. Or all ranks of
+        a ring are in send(), or all in recv().
 
     Cause:
         Sends and receives with different tags, peers or numbers than those of the other side; stages of a pipeline that
-        disagree about the number or the order of their exchanges.
+        disagree about the number or the order of their exchanges. Ranks that all send before they receive, or all
+        receive before they send: each waits for the next one, in a circle.
 
     Remedy:
-        Compare peer, tag, shape and order on both sides.
+        Compare peer, tag, shape and order on both sides. In a ring, let every other rank receive first, or use
+        dist.batch_isend_irecv.
 
     Cannot see:
-        Which send or receive has no other side, because gloo records none; which side is wrong; which rank has not sent
-        to a rank that receives from any source. A wait() of another library that is written in C looks the same.
+        Which send or receive has no other side, because gloo records none, nor which ranks an isend or irecv connects;
+        which side is wrong, unless the others are known to have completed their calls of the same line in this batch;
+        which rank has not sent to a rank that receives from any source. A wait() of another library that is written in
+        C looks the same.
     """
+    if circle := circle_of_p2p(view):
+        yield in_circle(view, circle)
+        return
     sides = tuple(rank for rank in view.waiting if _waits_for_peer(view, rank))
     # A rank that still works, or one that is gone, may be the other side.
     if set(view.waiting) != set(view.facts) or view.silent or view.raised:
@@ -67,6 +98,30 @@ def unmatched_p2p(view: Timeline) -> Iterator[Finding]:
         yield _peers_moved_on(view, peers)
     elif (rank := sole_receiver(view)) is not None:
         yield _no_sender(view, rank)
+
+
+def in_circle(view: Timeline, circle: dict[int, int]) -> Finding:
+    """The finding about ranks that wait in sends and receives for each other, see :func:`circle_of_p2p`."""
+    ranks = tuple(sorted(rank for rank in view.waiting if peer_waited_for(view, rank) in view.facts))
+    hops = [f"rank {rank} waits in {wait_words(view, rank)} for rank {peer}" for rank, peer in circle.items()]
+    # NCCL's sends and receives return at once: that a rank waits for one is concluded from its line.
+    is_seen = all(view.facts[rank].steps.peer >= 0 for rank in circle)
+    is_certain = is_seen and all(waits_in_one_group(view.facts[rank]) for rank in circle)
+    listed = list(circle.items())[:_LISTED]
+    seen = [
+        Evidence(source="stack", rank=rank, text=f"Is in {wait_words(view, rank)} with rank {peer}.")
+        for rank, peer in listed
+    ]
+    return finding(
+        view,
+        ranks,
+        f"{', '.join(hops[:_HOPS])}: they wait for each other in a circle.",
+        confidence=Confidence.CERTAIN if is_certain else Confidence.LIKELY,
+        # That FSDP gathers a model where the user's code runs it is usual.
+        location=call_location(view, sorted(ranks, key=lambda rank: is_of_fsdp(view.facts[rank]))),
+        evidence=(*seen, *condition_evidence(view, circle), *where_evidence(view, circle)),
+        remedy=_REMEDY_CIRCLE,
+    )
 
 
 def _waits_for_peer(view: Timeline, rank: int) -> bool:
@@ -117,13 +172,88 @@ def _peers_moved_on(view: Timeline, peers: dict[int, int]) -> Finding:
     batch = batch_words(view.facts[next(iter(peers))].progress)
     frames = {location_of(view.activities[rank].frame) for rank in peers}
     are_few = 2 * len(peers) < len(view.waiting)
+    others = view.waiting_besides(tuple(peers))
+    are_odd = _have_exchanged(view, peers, others)
+    if are_odd and not are_few:
+        who = clause(others, "has|have")
+        why = f"{who} made the call of that line in this batch, and completed it without {ranks_words(tuple(peers))}"
+    else:
+        why = "one side sends or receives more often than the other"
     return finding(
         view,
-        tuple(sorted(peers if are_few else {*peers, *peers.values()})),
-        f"{', '.join(parts)}, {batch}: one side sends or receives more often than the other.",
+        tuple(sorted(peers if are_few or are_odd else {*peers, *peers.values()})),
+        f"{', '.join(parts)}, {batch}: {why}.",
         location=frames.pop() if len(frames) == 1 else "",
         evidence=tuple(stack_evidence(view, (*peers,))),
     )
+
+
+def _have_exchanged(view: Timeline, peers: dict[int, int], others: tuple[int, ...]) -> bool:
+    """Whether the others have made the calls of the line at which ranks wait, in this batch, and completed them.
+
+    They have sent to and received from one another, then: what the waiting ranks call is what does not fit. All others
+    wait in a call that Lightning makes on all ranks in every step.
+    """
+    if len(others) < 2 or not all(_is_in_backward(view, rank, view.facts[next(iter(peers))]) for rank in others):
+        return False
+    return all(_is_at_line_of_all(view, rank) or _is_recorded(view, rank, others) for rank in peers)
+
+
+def _is_in_backward(view: Timeline, rank: int, other: RankFacts) -> bool:
+    """Whether a rank exchanges gradients with all others, in the batch whose training_step another rank is in."""
+    call, now, then = view.activities[rank].collective, view.facts[rank].progress, other.progress
+    members = view.groups_by_name[call.group].members if call is not None and call.group in view.groups_by_name else ()
+    is_this_batch = (now.phase, now.epoch, now.batch_idx) == (then.phase, then.epoch, then.batch_idx)
+    is_past = view.activities[rank].hook == "backward" and not any(
+        hook_words(action.name) == _STEP for action in now.actions
+    )
+    return len(members) == view.job.world_size and is_this_batch and is_past and not in_own_call(view, rank)
+
+
+def _is_at_line_of_all(view: Timeline, rank: int) -> bool:
+    """Whether a rank is in a send or receive that every rank makes once in its training_step, by the source."""
+    facts = view.facts[rank]
+    if facts.steps.peer < 0 or outstanding_p2p(facts) is not None or view.activities[rank].hook != _STEP:
+        return False
+    inside = inside_trainer(facts.stack)
+    own = [index for index, frame in enumerate(inside) if frame.user]
+    way = inside[own[0] : own[-1] + 1] if own else ()
+    # Other libraries may call the user's code on some ranks only.
+    is_known = all(frame.user or MODULE_CALLS.has(frame.file, frame.function) for frame in way)
+    users = [frame for frame in way if frame.user]
+    are_unconditional = all(
+        frame.code and all(branch.on is Decides.COMMON for branch in frame.branches) for frame in users
+    )
+    return bool(users) and users[0].function == _STEP and is_known and are_unconditional
+
+
+def _is_recorded(view: Timeline, rank: int, others: tuple[int, ...]) -> bool:
+    """Whether the others have completed calls from the line of a rank's send or receive with one another.
+
+    Those since the last collective before it count. Gloo records none.
+    """
+    calls = view.facts[rank].collectives
+    pending = outstanding_p2p(view.facts[rank])
+    if pending is None or not pending.site:
+        return False
+    before = [call for call in itertools.takewhile(lambda call: call is not pending, calls) if not call.is_p2p]
+    return bool(before) and all(
+        any(
+            call.is_p2p
+            and call.completed
+            and call.site == pending.site
+            and (end := other_end(call, view.groups_by_name[call.group].members)) is not None
+            and end[1] in others
+            for call in _since(view.facts[other].collectives, before[-1])
+        )
+        for other in others
+    )
+
+
+def _since(calls: Iterable[Collective], last: Collective) -> Iterator[Collective]:
+    """The calls after the one with the group and number of another rank's."""
+    after = itertools.dropwhile(lambda call: call.is_p2p or (call.group, call.seq) != (last.group, last.seq), calls)
+    return itertools.islice(after, 1, None)
 
 
 def _no_sender(view: Timeline, rank: int) -> Finding:

@@ -38,5 +38,6 @@ from lightning_ncclsafe.rules.kit.silent_ranks import *
 from lightning_ncclsafe.rules.kit.thread_waits import *
 from lightning_ncclsafe.rules.kit.timeline import *
 from lightning_ncclsafe.rules.kit.user_lines import *
+from lightning_ncclsafe.rules.kit.wait_circles import *
 from lightning_ncclsafe.rules.kit.waits import *
 from lightning_ncclsafe.rules.kit.wording import *

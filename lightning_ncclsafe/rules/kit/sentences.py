@@ -20,6 +20,7 @@ from lightning_ncclsafe.rules.kit.activity import has_no_trainer
 from lightning_ncclsafe.rules.kit.exception_messages import has_given_up
 from lightning_ncclsafe.rules.kit.frames import deepest_user_frame
 from lightning_ncclsafe.rules.kit.landmarks import Kind
+from lightning_ncclsafe.rules.kit.machine import Wait, wait_of
 from lightning_ncclsafe.rules.kit.purpose import begins_another_forward, purpose_words
 from lightning_ncclsafe.rules.kit.rule import once
 from lightning_ncclsafe.rules.kit.timeline import Timeline
@@ -304,6 +305,22 @@ def _child_evidence(view: Timeline, ranks: Iterable[int]) -> Iterator[Evidence]:
             words = ", ".join(_child_words(child))
             text = f"{who} {child.pid}{command}{f': {words}' if words else ''}."
             yield Evidence(source="process", rank=facts.rank, text=text)
+
+
+def awaited_process_sentence(view: Timeline, ranks: Iterable[int]) -> str:
+    """``"Rank 1 reads from its child process 123 (sh -c), which is sleeping."``; empty if no rank waits for one."""
+    facts = (view.facts[rank] for rank in [*ranks][:_LISTED] if rank in view.facts)
+    parts = [_awaits_words(one, one.awaited_processes[0]) for one in facts if one.awaited_processes]
+    return f"{capitalised('; '.join(parts))}." if parts else ""
+
+
+def _awaits_words(facts: RankFacts, child: ChildProcess) -> str:
+    thread = facts.machine.main_thread
+    channel = thread.wait_channel if thread is not None and wait_of(thread.wait_channel) is Wait.PIPE else ""
+    waits = "writes to" if "write" in channel else "reads from" if "read" in channel else "waits for"
+    command = f" ({child.command})" if child.command else ""
+    state = ", which has ended" if child.state == "zombie" else f", which is {child.state}" if child.state else ""
+    return f"rank {facts.rank} {waits} its child process {child.pid}{command}{state}"
 
 
 def _child_words(child: ChildProcess) -> Iterator[str]:

@@ -3,19 +3,21 @@
 from collections.abc import Iterator
 
 from lightning_ncclsafe.facts import Collective
+from lightning_ncclsafe.rules.hang.unmatched_p2p import in_circle
 from lightning_ncclsafe.rules.kit import (
     Confidence,
     Evidence,
     Finding,
     Plan,
     Timeline,
+    circle_of_p2p,
     clause,
     finding,
     numel,
     other_end,
     recorded_rule,
 )
-from lightning_ncclsafe.rules.recorded.calls import members_of, open_p2p
+from lightning_ncclsafe.rules.recorded.calls import has_dumps, members_of, open_p2p
 from lightning_ncclsafe.rules.recorded.ends import failed
 from lightning_ncclsafe.rules.recorded.evidence import NO_LONGER_TIMEOUT, consequence_evidence, described, first_site
 from lightning_ncclsafe.rules.recorded.wait_graph import Root, RootCause, roots_of
@@ -49,7 +51,10 @@ def unmatched_p2p(view: Timeline) -> Iterator[Finding]:
         Which side called one too many; which pair it is, if several pairs of a circle wait for each other. A rank
         that has nothing outstanding and that neighbours wait for is reported as host-stuck.
     """
-    if not failed(view):
+    if not has_dumps(view.job):
+        if circle := circle_of_p2p(view):
+            yield in_circle(view, circle)
+    elif not failed(view):
         yield from (_finding(view, root) for root in roots_of(view, RootCause.UNMATCHED))
 
 

@@ -17,6 +17,7 @@ from lightning_ncclsafe.rules.kit import (
     Timeline,
     all_garbled,
     at_jump,
+    circle_of_p2p,
     gathering_alone,
     hang_rule,
     has_misread_sizes,
@@ -67,6 +68,9 @@ def diverged_collectives(view: Timeline) -> Iterator[Finding]:
         whether a value that a function returned did. Before Python 3.12, an exception that the user's code caught
         without logging it, unless it came out of a collective or a hook.
     """
+    # Sends and receives that wait for each other keep everything after them waiting, too.
+    if circle_of_p2p(view):
+        return
     found = known_reason(view) or (None if _is_other_cause(view) else _by_calls(view))
     if found is not None:
         yield at_jump(view, with_decision(view, found))

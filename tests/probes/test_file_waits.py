@@ -1,0 +1,121 @@
+"""What the main thread reads from or writes to, and which program has the other end of a pipe."""
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+from polling import until
+
+from lightning_ncclsafe.probes.process import child_waits
+from lightning_ncclsafe.probes.process.file_waits import awaited_file, program_at_other_end
+
+PIPES = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+# It answers only once its input has ended.
+SHELL = ["sh", "-c", "cat > /dev/null; echo done"]
+
+
+def seen_during(wait: Callable[[], object], end: Callable[[], object]) -> tuple[str, int]:
+    """What a thread sees while the main thread waits; ``end`` lets it go on."""
+    seen: list[tuple[str, int]] = []
+
+    def look() -> None:
+        with suppress(AssertionError):
+            until(lambda: awaited_file().startswith(("pipe:", "/tmp", str(Path.cwd()))) or None, within_s=10)
+        seen.append((awaited_file(), program_at_other_end()))
+        end()
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    wait()
+    thread.join()
+    return seen[0]
+
+
+@pytest.fixture
+def program() -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen(SHELL, **PIPES) as process:  # type: ignore[call-overload]
+        yield process
+        process.kill()
+
+
+def test_a_program_whose_answer_is_read_is_found(program: subprocess.Popen[bytes]) -> None:
+    assert program.stdout
+    # A child that has inherited both ends is not the program.
+    forked = os.fork()
+    if not forked:
+        threading.Event().wait(60)
+        os._exit(0)
+    try:
+        file, pid = seen_during(program.stdout.readline, program.kill)
+    finally:
+        os.kill(forked, 9)
+        os.waitpid(forked, 0)
+    assert (file, pid) == (os.readlink(f"/proc/self/fd/{program.stdout.fileno()}"), program.pid)
+
+
+def test_a_program_that_does_not_read_its_input_is_found() -> None:
+    with subprocess.Popen(["sleep", "60"], stdin=subprocess.PIPE) as process:
+        assert process.stdin
+        descriptor = process.stdin.fileno()
+
+        def write() -> None:
+            with suppress(BrokenPipeError):
+                os.write(descriptor, bytes(1 << 20))
+
+        assert seen_during(write, process.kill)[1] == process.pid
+
+
+def test_the_other_end_may_be_ours_or_have_a_name(tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    file, pid = seen_during(lambda: os.read(reading, 1), lambda: os.write(writing, b"."))
+    assert (file, pid) == (os.readlink(f"/proc/self/fd/{reading}"), 0)
+    named = tmp_path / "fifo"
+    os.mkfifo(named)
+    both = os.open(named, os.O_RDWR)
+    assert seen_during(lambda: os.read(both, 1), lambda: os.write(both, b".")) == (str(named), 0)
+    for descriptor in (reading, writing, both):
+        os.close(descriptor)
+
+
+def test_which_of_two_programs_is_waited_for_is_unknown() -> None:
+    reading, writing = os.pipe()
+    processes = [subprocess.Popen(["sleep", "60"], stdout=writing) for _ in range(2)]
+    os.close(writing)
+
+    def end() -> None:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+    assert seen_during(lambda: os.read(reading, 1), end)[1] == 0
+    os.close(reading)
+
+
+def test_a_main_thread_that_reads_nothing_waits_for_no_file() -> None:
+    done = threading.Event()
+    seen: list[tuple[str, int]] = []
+
+    def look() -> None:
+        seen.append((awaited_file(), program_at_other_end()))
+        done.set()
+
+    threading.Thread(target=look).start()
+    assert done.wait(60)
+    assert seen == [("", 0)]
+
+
+def test_the_program_is_the_awaited_process_also_of_another_process() -> None:
+    reads = "import subprocess; subprocess.Popen(['sleep', '60'], stdout=subprocess.PIPE).stdout.read()"
+    with subprocess.Popen([sys.executable, "-S", "-c", reads]) as process:
+        try:
+            (child,) = until(lambda: [one for one in child_waits.awaited_by(process.pid) if one.command == "sleep 60"])
+        finally:
+            for one in [*psutil.Process(process.pid).children(), process]:
+                one.kill()
+    assert child.parent == process.pid
