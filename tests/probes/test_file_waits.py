@@ -1,6 +1,7 @@
 """What the main thread reads from or writes to, and which program has the other end of a pipe."""
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -46,17 +47,25 @@ def program() -> Iterator[subprocess.Popen[bytes]]:
 
 def test_a_program_whose_answer_is_read_is_found(program: subprocess.Popen[bytes]) -> None:
     assert program.stdout
-    # A child that has inherited both ends is not the program.
-    forked = os.fork()
-    if not forked:
-        threading.Event().wait(60)
-        os._exit(0)
-    try:
-        file, pid = seen_during(program.stdout.readline, program.kill)
-    finally:
-        os.kill(forked, 9)
-        os.waitpid(forked, 0)
+    file, pid = seen_during(program.stdout.readline, program.kill)
     assert (file, pid) == (os.readlink(f"/proc/self/fd/{program.stdout.fileno()}"), program.pid)
+
+
+def test_a_worker_that_has_inherited_both_ends_is_not_the_program() -> None:
+    reading, writing = os.pipe()
+    with subprocess.Popen(["sleep", "60"], stdout=writing) as process:
+        worker = os.fork()
+        if not worker:
+            signal.pause()
+        os.close(writing)
+
+        def end() -> None:
+            os.kill(worker, signal.SIGKILL)
+            os.waitpid(worker, 0)
+            process.kill()
+
+        assert seen_during(lambda: os.read(reading, 1), end)[1] == process.pid
+    os.close(reading)
 
 
 def test_a_program_that_does_not_read_its_input_is_found() -> None:
@@ -78,7 +87,9 @@ def test_the_other_end_may_be_ours_or_have_a_name(tmp_path: Path) -> None:
     named = tmp_path / "fifo"
     os.mkfifo(named)
     both = os.open(named, os.O_RDWR)
-    assert seen_during(lambda: os.read(both, 1), lambda: os.write(both, b".")) == (str(named), 0)
+    with named.open("wb") as other, subprocess.Popen(["sleep", "60"], stdout=other) as process:
+        assert seen_during(lambda: os.read(both, 1), lambda: os.write(both, b".")) == (str(named), 0)
+        process.kill()
     for descriptor in (reading, writing, both):
         os.close(descriptor)
 

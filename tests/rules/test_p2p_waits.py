@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from builders import GLOO, NCCL, RUN, SITE, TRAINING_STEP, USER_FILE, Backend, job, raised, user
-from call_scenes import peers_counted_within_a_pipeline
+from call_scenes import peers_counted_within_a_pipeline, shape_that_is_not_sent
 from judged import first, found
 
 from lightning_ncclsafe.facts import (
@@ -96,6 +96,22 @@ def test_other_causes_of_what_a_circle_keeps_waiting_are_left_out() -> None:
     assert [*found(job(*others, GLOO.waiting(2, seq=61, world=3), world=3))] == ["unmatched-p2p"]
 
 
+def test_a_send_and_its_receive_are_no_circle() -> None:
+    told = first(shape_that_is_not_sent(GLOO))
+    assert (told.rule, told.ranks) == ("unmatched-p2p", (0, 1))
+    assert "what is received is not what is sent" in told.summary
+
+
+def test_of_two_ranks_either_may_be_odd() -> None:
+    scene = peers_counted_within_a_pipeline(GLOO)
+    waits = replace(scene.ranks[2], rank=1, steps=StepFacts(peer=0))
+    of_two = tuple(
+        replace(one, groups=tuple(replace(group, ranks=(0, 1)) for group in one.groups))
+        for one in (scene.ranks[0], waits)
+    )
+    assert found_ranks(job(*of_two, world=2)) == (0, 1)
+
+
 def changed(scene: JobFacts, rank: int, **more: Any) -> JobFacts:
     """The same job with other facts of a rank."""
     return replace(scene, ranks=tuple(replace(one, **more) if one.rank == rank else one for one in scene.ranks))
@@ -138,17 +154,17 @@ def found_ranks(facts: JobFacts) -> tuple[int, ...]:
 
 
 def test_on_nccl_the_recorder_has_what_others_have_completed() -> None:
-    def at_line(facts: RankFacts, op: str, *, completed: bool, before: int) -> RankFacts:
-        call = Collective(group="0", seq=3, op=op, backend="nccl", is_p2p=True, completed=completed, site="line")
+    def at_line(facts: RankFacts, op: str, *, completed: bool, before: int, site: str = "line") -> RankFacts:
+        call = Collective(group="0", seq=3, op=op, backend="nccl", is_p2p=True, completed=completed, site=site)
         at = next(index for index, one in enumerate(facts.collectives) if one.seq == before) + 1
         return replace(facts, collectives=(*facts.collectives[:at], call, *facts.collectives[at:]))
 
-    def four(*, before: int = 60, op: str = "recv 1<-0") -> JobFacts:
+    def four(*, before: int = 60, op: str = "recv 1<-0", site: str = "line", completed: bool = True) -> JobFacts:
         line = user("training_step", 40, code="loss.item()")
         waits = [NCCL.working(rank, line, seq=60, action=TRAINING_STEP) for rank in (2, 3)]
         return job(
             at_line(NCCL.waiting(0, seq=61), "send 0->1", completed=True, before=before),
-            at_line(NCCL.waiting(1, seq=61), op, completed=True, before=before),
+            at_line(NCCL.waiting(1, seq=61), op, completed=completed, before=before, site=site),
             at_line(waits[0], "send 2->1", completed=False, before=60),
             at_line(waits[1], "recv 3<-0", completed=False, before=60),
         )
@@ -156,6 +172,8 @@ def test_on_nccl_the_recorder_has_what_others_have_completed() -> None:
     assert found_ranks(four()) == (2, 3)
     assert found_ranks(four(before=59)) == (0, 1, 2, 3), "those are of the step before"
     assert found_ranks(four(op="recv 1<-2")) == (0, 1, 2, 3), "not with one another"
+    assert found_ranks(four(site="another")) == (0, 1, 2, 3), "of another line"
+    assert found_ranks(four(completed=False)) == (0, 1, 2, 3), "still open"
 
 
 def test_that_a_rank_waits_for_what_is_pending_is_never_certain() -> None:

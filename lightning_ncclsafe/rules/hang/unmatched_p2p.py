@@ -224,7 +224,7 @@ def _is_at_line_of_all(view: Timeline, rank: int) -> bool:
     are_unconditional = all(
         frame.code and all(branch.on is Decides.COMMON for branch in frame.branches) for frame in users
     )
-    return bool(users) and users[0].function == _STEP and is_known and are_unconditional
+    return bool(users) and is_known and are_unconditional
 
 
 def _is_recorded(view: Timeline, rank: int, others: tuple[int, ...]) -> bool:
