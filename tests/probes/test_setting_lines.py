@@ -193,6 +193,15 @@ def main(rank):
         trainer.fit_loop.max_steps = 5  # here
     return trainer.fit()
 """
+OF_A_CALLBACK = """
+def TrainerCallback(max_steps): pass
+
+def read(rank): return {}
+
+def main(rank):
+    TrainerCallback(max_steps=count(rank))
+    return Trainer(**read(rank)).fit()
+"""
 OWN_ATTRIBUTE = """
 class Net:
     def __init__(self, rank):
@@ -216,7 +225,7 @@ def main(rank):
         ),
         *(BY_A_HELPER_BEFORE, PASSED_ON_BY_POSITION, PASSED_ON_BY_A_LIBRARY),
         *(CALLED_TWICE, BY_A_DICTIONARY, BY_A_KEY, A_DICTIONARY_OF_OTHERS, OF_THE_MODEL, TWO_TRAINERS, CONSTANT, QUICK),
-        *(ASSIGNED_UNDER_A_CONDITION, OWN_ATTRIBUTE),
+        *(ASSIGNED_UNDER_A_CONDITION, OF_A_CALLBACK, OWN_ATTRIBUTE),
     ],
 )
 def test_lines_that_give_the_trainer_a_setting(source: str, tmp_path: Path) -> None:

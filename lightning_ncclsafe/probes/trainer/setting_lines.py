@@ -250,7 +250,7 @@ def _makes_trainer(node: ast.AST) -> bool:
 
 def _is_trainer(name: str) -> bool:
     """Whether a function makes a Trainer, by its name: ``Trainer``, ``make_trainer``."""
-    return "trainer" in name.lower()
+    return name.lower().endswith("trainer")
 
 
 def _is_literal(value: ast.expr) -> bool:
