@@ -4,7 +4,6 @@ Links in procfs are read, but no file is opened or asked about, as its storage m
 """
 
 import os
-import platform
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
@@ -15,9 +14,7 @@ from lightning_ncclsafe.probes.absent import line_after, or_none
 from lightning_ncclsafe.probes.process.main_thread import system_call
 
 _PROC = Path("/proc")
-# Numbers of system calls whose first argument is the file: read, write, readv, writev.
-_READS = {"x86_64": (0, 19), "aarch64": (63, 65)}
-_WRITES = {"x86_64": (1, 20), "aarch64": (64, 66)}
+_MODES = {"read": os.O_RDONLY, "write": os.O_WRONLY}
 _MOST_PROCESSES, _MOST_FILES = 64, 1024
 
 
@@ -53,13 +50,11 @@ def program_at_other_end(of: int | None = None) -> int:
 
 def _file_and_mode(of: int | None) -> tuple[str, int]:
     """The file that the main thread is in, and ``O_RDONLY`` if it reads from it, ``O_WRONLY`` if it writes to it."""
-    call, descriptor, *_ = (*system_call(of), -1, -1)
-    machine = platform.machine()
-    is_read, is_write = call in _READS.get(machine, ()), call in _WRITES.get(machine, ())
-    if not is_read and not is_write:
+    call, arguments = system_call(of)
+    if call not in _MODES or not arguments:
         return "", -1
-    link = or_none(lambda: os.readlink(_PROC / str(of or os.getpid()) / "fd" / str(descriptor))) or ""
-    return link, os.O_RDONLY if is_read else os.O_WRONLY
+    link = or_none(lambda: os.readlink(_PROC / str(of or os.getpid()) / "fd" / str(arguments[0]))) or ""
+    return link, _MODES[call]
 
 
 def _modes_of(pid: int, pipe: str) -> set[int]:

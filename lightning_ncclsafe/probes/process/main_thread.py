@@ -25,10 +25,16 @@ _STATES = {
     "I": "idle",
     "P": "parked",
 }
-# Numbers of system calls, those of one kind under one name: nanosleep and clock_nanosleep, select and pselect6.
+# Numbers of system calls, those of one kind under one name: read and readv, nanosleep and clock_nanosleep.
 _CALLS = {
-    "x86_64": {61: "wait4", 72: "fcntl", 73: "flock", 23: "select", 270: "select", 35: "sleep", 230: "sleep"},
-    "aarch64": {260: "wait4", 25: "fcntl", 32: "flock", 72: "select", 101: "sleep", 115: "sleep"},
+    "x86_64": {
+        **{0: "read", 19: "read", 1: "write", 20: "write"},
+        **{61: "wait4", 72: "fcntl", 73: "flock", 23: "select", 270: "select", 35: "sleep", 230: "sleep"},
+    },
+    "aarch64": {
+        **{63: "read", 65: "read", 64: "write", 66: "write"},
+        **{260: "wait4", 25: "fcntl", 32: "flock", 72: "select", 101: "sleep", 115: "sleep"},
+    },
 }
 # Fields of /proc/PID/stat after the name in brackets, which may contain anything.
 _STATE_FIELD, _MAJOR_FAULTS_FIELD, _STARTED_FIELD, _CORE_FIELD = 0, 9, 19, 36
@@ -90,8 +96,8 @@ def look_at_main_thread(pid: int | None = None, proc: Path = _PROC, *, thread: i
 def system_call(pid: int | None = None) -> tuple[str, tuple[int, ...]]:
     """The system call that the main thread is in, with its arguments; empty if it is in none that is known here.
 
-    One of ``"wait4"``, ``"fcntl"``, ``"flock"``, ``"select"`` and ``"sleep"``. That of another process is known only
-    to those who may debug it.
+    One of ``"read"``, ``"write"``, ``"wait4"``, ``"fcntl"``, ``"flock"``, ``"select"`` and ``"sleep"``. That of another
+    process is known only to those who may debug it.
     """
     folder = _PROC / str(pid or "self") / "task" / str(pid or training_thread_number())
     words = file_text(folder / "syscall").split()
