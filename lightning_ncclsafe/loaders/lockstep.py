@@ -8,6 +8,7 @@ data; they would wait in the next all-reduce anyway.
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Protocol
@@ -107,7 +108,10 @@ class Lockstep:
             if self._looks_ahead and self._given != self._most and not self._goes_alone:
                 self._ahead = self._fetch()
             yield batches.pop()  # so that nothing here keeps it
-        yield from self._own
+        # Some loaders are their own iterators: another iter() would start them again.
+        with suppress(StopIteration):
+            while True:
+                yield next(self._own)
 
     def _fetch(self) -> tuple[Callable[[], int], list[Any], Exception | None]:
         """Fetches this rank's next batch and starts the vote on it.

@@ -369,6 +369,27 @@ def test_a_call_at_the_first_batch_may_belong_to_the_previous_loader() -> None:
     assert as_ranks(3, body) == [*LENGTHS]
 
 
+def test_a_loader_that_is_its_own_iterator_is_not_begun_again_when_its_rank_continues_alone() -> None:
+    class Own:
+        def __init__(self, length: int) -> None:
+            self.length = length
+
+        def __iter__(self) -> "Own":
+            self.left = list(range(self.length))
+            return self
+
+        def __next__(self) -> int:
+            if not self.left:
+                raise StopIteration
+            return self.left.pop(0)
+
+    def body(rank: int, votes: ThreadVotes) -> list[int]:
+        own = Own(LENGTHS[rank])
+        return list(lockstep(lambda: iter(own), votes, "raise", lambda readings: End(), called=lambda: 7))
+
+    assert as_ranks(3, body) == [list(range(length)) for length in LENGTHS]
+
+
 def test_each_pass_is_voted_on() -> None:
     def body(rank: int, votes: ThreadVotes) -> list[int]:
         reader = Parting(rank, LENGTHS[rank], votes, 0)
