@@ -90,12 +90,12 @@ class MediaProcess:
                 # On one core, without the job's GPUs, and without user scripts that shadow our modules. What a library
                 # prints goes to the standard error.
                 environment = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
+                # As its standard input: the number of any other file may be one of the standard ones here.
                 with theirs:
                     self._process = subprocess.Popen(
-                        [sys.executable, "-m", __name__, str(theirs.fileno())],
-                        stdin=subprocess.DEVNULL,
+                        [sys.executable, "-m", __name__],
+                        stdin=theirs.fileno(),
                         stdout=2,
-                        pass_fds=[theirs.fileno()],
                         env={**os.environ, **environment},
                     )
                 self._pipe = pipe
@@ -123,7 +123,10 @@ def _serve(pipe: Connection) -> None:
     # Everything is imported.
     pipe.send_bytes(b"")
     while True:
-        request = pipe.recv_bytes()
+        try:
+            request = pipe.recv_bytes()
+        except OSError:  # the program was killed while it sent this
+            return
         made: list[tuple[str, bytes]] | Exception | None = None
         try:
             # Fails for a class that only the user's own program has.
@@ -140,4 +143,4 @@ def _serve(pipe: Connection) -> None:
 
 if __name__ == "__main__":
     with suppress(EOFError, ConnectionError):
-        _serve(Connection(int(sys.argv[1])))
+        _serve(Connection(0))

@@ -1,5 +1,8 @@
 """The process that encodes media: what it makes, and what becomes of calls that it cannot make."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -89,6 +92,27 @@ def test_at_the_end_no_more_calls_are_taken_and_the_current_one_is_made(
         assert process.make("add_text", ("t", "x"), {}, 0.0)
     with pytest.raises(MediaProcessError, match="no more calls"):
         process.make("add_text", ("t", "x"), {}, 0.0)
+
+
+def test_a_program_that_is_killed_while_it_sends_ends_the_process_without_a_traceback(process: MediaProcess) -> None:
+    process.make("add_text", ("t", "x"), {}, 0.0)
+    assert process._pipe is not None and process._process is not None
+    os.write(process._pipe.fileno(), (1000).to_bytes(4, "big") + b"the beginning")
+    process._pipe.close()
+    assert process._process.wait(10) == 0
+    process.close()
+
+
+def test_a_program_may_have_closed_its_standard_input_and_output() -> None:
+    script = (
+        "from lightning_ncclsafe.loggers.media import MediaProcess\n"
+        "process = MediaProcess('logs', {'default_bins': [0.0, 1.0]})\n"
+        "assert len(process.make('add_text', ('t', 'x'), {}, 0.0)) == 1\n"
+        "process.close()"
+    )
+    without = ["sh", "-c", 'exec "$@" <&- >&-', "sh"]
+    ran = subprocess.run([*without, sys.executable, "-c", script], stderr=subprocess.PIPE, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
 
 
 def test_closing_leaves_no_process(process: MediaProcess) -> None:
