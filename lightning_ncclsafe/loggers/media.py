@@ -88,7 +88,7 @@ class MediaProcess:
             if self._pipe is None:
                 pipe, theirs = multiprocessing.Pipe()
                 # On one core, without the job's GPUs, and without user scripts that shadow our modules. What a library
-                # prints goes to the standard error.
+                # prints goes to standard error.
                 environment = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
                 # As its standard input: the number of any other file may be one of the standard ones here.
                 with theirs:

@@ -35,7 +35,7 @@ _LONG_S = 3600.0
 
 @marked(Mark.LOGGER)
 class Backend(Encoder, ABC):
-    """One kind of logger, of which it replaces methods.
+    """One kind of logger: replaces its methods, and turns what they are given into frames.
 
     Args:
         logger: The logger; its experiment exists.

@@ -174,7 +174,7 @@ class _Sums:
             self.steps, self._every = self.steps[1::2], 2 * self._every
 
     def mean_step(self) -> tuple[float, float]:
-        """Gap and processor time, without gaps that are none of a step."""
+        """Mean gap and processor time of a step; a gap with a validation or a checkpoint is left out."""
         most_s = _LONGEST_GAPS * median(gap_s for gap_s, _ in self.steps)
         gaps_s, cpus_s = zip(*(step for step in self.steps if step[0] <= most_s), strict=True)
         return fmean(gaps_s), fmean(cpus_s)
