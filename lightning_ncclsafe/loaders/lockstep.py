@@ -10,7 +10,6 @@ data; they would wait in the next all-reduce anyway.
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any, Protocol
 
 from lightning_ncclsafe.loaders.iteration import Begin
@@ -191,9 +190,11 @@ def until(
         own, given = first, 0
         while True:
             before = given
-            for batch in islice(own, length - given):
-                given += 1
-                yield batch
+            # Without another iter() here, too.
+            with suppress(StopIteration):
+                while given < length:
+                    yield next(own)
+                    given += 1
             if given == length or not repeat:
                 break
             if given == before:

@@ -369,25 +369,37 @@ def test_a_call_at_the_first_batch_may_belong_to_the_previous_loader() -> None:
     assert as_ranks(3, body) == [*LENGTHS]
 
 
+class Own:
+    """A loader that is its own iterator, and notes how often it is begun."""
+
+    def __init__(self, length: int) -> None:
+        self.length, self.begun = length, 0
+
+    def __iter__(self) -> "Own":
+        self.begun += 1
+        self.left = list(range(self.length))
+        return self
+
+    def __next__(self) -> int:
+        if not self.left:
+            raise StopIteration
+        return self.left.pop(0)
+
+
 def test_a_loader_that_is_its_own_iterator_is_not_begun_again_when_its_rank_continues_alone() -> None:
-    class Own:
-        def __init__(self, length: int) -> None:
-            self.length = length
-
-        def __iter__(self) -> "Own":
-            self.left = list(range(self.length))
-            return self
-
-        def __next__(self) -> int:
-            if not self.left:
-                raise StopIteration
-            return self.left.pop(0)
-
     def body(rank: int, votes: ThreadVotes) -> list[int]:
         own = Own(LENGTHS[rank])
         return list(lockstep(lambda: iter(own), votes, "raise", lambda readings: End(), called=lambda: 7))
 
     assert as_ranks(3, body) == [list(range(length)) for length in LENGTHS]
+
+
+def test_a_loader_that_is_its_own_iterator_is_begun_once_for_each_pass_of_an_agreed_length() -> None:
+    own = Own(3)
+    assert list(until(lambda: iter(own), 2)) == [0, 1]
+    assert own.begun == 1
+    assert list(until(lambda: iter(own), 5, repeat=True)) == [0, 1, 2, 0, 1]
+    assert own.begun == 3
 
 
 def test_each_pass_is_voted_on() -> None:
