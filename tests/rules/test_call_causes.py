@@ -250,7 +250,7 @@ def test_groups_of_other_members_under_one_number_are_made_by_their_members(
 
     def has_made(number: int, members: tuple[int, ...]) -> RankFacts:
         waits = GLOO.in_barrier(number, "resume_end", seq=8, phase=Phase.INIT, batch=-1)
-        own = Group(name="5", description="undefined", ranks=members)
+        own = Group(name="2", description="undefined", ranks=members)
         return replace(waits, groups=(*waits.groups, own), steps=StepFacts(groups_made=3))
 
     told = found(job(maker, has_made(1, (0, 1)), *(has_made(n, others) for n in (2, 3)))).get("crossed-groups")
@@ -258,6 +258,19 @@ def test_groups_of_other_members_under_one_number_are_made_by_their_members(
     if told is not None:
         assert (told.ranks, told.location, told.confidence) == ((0, 1, 2, 3), place, Confidence.LIKELY)
         assert "has the members ranks 0-1 on rank 1, ranks 2-3 on ranks 2-3; rank 0 still waits" in told.summary
+
+
+@pytest.mark.parametrize("name", ["1", "2"], ids=["earlier", "the last one"])
+def test_parts_of_a_split_group_have_one_number_and_other_members(name: str) -> None:
+    """A mesh of devices, in older versions of torch; then rank 0 waits for a group of which PyTorch keeps a number, or a hash."""
+
+    def after_split(facts: RankFacts) -> RankFacts:
+        part = Group(name=name, description="mesh_dp", ranks=(0, 1) if facts.rank < 2 else (2, 3))
+        return replace(facts, groups=(*facts.groups, part), steps=StepFacts(groups_made=3))
+
+    waits = (GLOO.in_barrier(n, "resume_end", seq=8, phase=Phase.INIT, batch=-1) for n in (1, 2, 3))
+    split = job(*map(after_split, (scenes.makes_group(GLOO, 0, 3), *waits)))
+    assert "crossed-groups" not in found(split)
 
 
 def test_ranks_that_create_groups_in_a_circle_wait_for_each_other() -> None:

@@ -98,8 +98,11 @@ def crossed_groups(view: Timeline) -> Iterator[Finding]:
         yield _created_in_circle(view, created)
     elif making and all_wait and min(made.values()) >= 0 and len({*made.values()}) > 1:
         yield _created_differently(view, making, made)
-    elif making and all_wait and (apart := _created_apart(view)):
-        yield _created_by_members(view, making, apart)
+    elif making and all_wait and len({*made.values()}) == 1:
+        # That of the last one: numbers begin with 0.
+        name = str(made[making[0]] - 1)
+        if len(apart := _members_apart(view, name, making)) > 1:
+            yield _created_by_members(view, making, name, apart)
 
 
 def _is_of_p2p(view: Timeline, circle: dict[int, tuple[str, int]]) -> bool:
@@ -181,43 +184,37 @@ def _created_differently(view: Timeline, making: tuple[int, ...], made: dict[int
     )
 
 
-def _created_apart(view: Timeline) -> dict[str, dict[tuple[int, ...], list[int]]]:
-    """The groups that have other members on some ranks, by name: members, and the ranks that know the group so.
+def _members_apart(view: Timeline, name: str, making: tuple[int, ...]) -> dict[tuple[int, ...], list[int]]:
+    """The members of the group that some ranks still create, with the ranks that have created it so.
 
-    PyTorch numbers groups on each rank, and ranks meet under that number.
+    PyTorch numbers groups on each rank, and ranks meet under that number. That earlier groups have other members on
+    some ranks does no harm: split_group of older versions gives all its parts one number.
     """
-    by_name: dict[str, dict[tuple[int, ...], list[int]]] = defaultdict(lambda: defaultdict(list))
+    apart: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for rank, facts in sorted(view.facts.items()):
-        for group in facts.groups:
-            if group.ranks:
-                by_name[group.name][group.ranks].append(rank)
-    return {name: members for name, members in by_name.items() if len(members) > 1}
+        for members in (group.ranks for group in facts.groups if group.name == name and group.ranks):
+            apart[members].append(rank)
+    return {} if any(rank in making for ranks in apart.values() for rank in ranks) else apart
 
 
 def _created_by_members(
-    view: Timeline, making: tuple[int, ...], apart: dict[str, dict[tuple[int, ...], list[int]]]
+    view: Timeline, making: tuple[int, ...], name: str, apart: Mapping[tuple[int, ...], Sequence[int]]
 ) -> Finding:
     """Only the members of each group have created it, so ranks met under one number that mean different groups."""
-    known = "; ".join(
-        f"{group_words(name)} has the members {', '.join(f'{one} on {who}' for one, who in _each_in_words(members))}"
-        for name, members in itertools.islice(apart.items(), _LISTED)
-    )
+    each = (f"{ranks_words(one)} on {ranks_words(who)}" for one, who in itertools.islice(apart.items(), _LISTED))
     places = [*dict.fromkeys(place for facts in view.facts.values() for place in facts.steps.groups_at)]
-    ranks = {*making, *(rank for members in apart.values() for who in members.values() for rank in who)}
+    ranks = {*making, *itertools.chain(*apart.values())}
     return finding(
         view,
         tuple(sorted(ranks)),
-        f"Ranks have created different process groups under one number: {known}; "
+        f"Ranks have created different process groups under one number: {group_words(name)} has the members "
+        f"{', '.join(each)}; "
         f"{clause(making, 'still waits|still wait')} in new_group.",
         confidence=Confidence.LIKELY,
         location=places[0] if len(places) == 1 else call_location(view, making),
         evidence=where_evidence(view, view.facts),
         remedy=_REMEDY_MADE,
     )
-
-
-def _each_in_words(members: Mapping[tuple[int, ...], Sequence[int]]) -> Iterator[tuple[str, str]]:
-    return ((ranks_words(one), ranks_words(who)) for one, who in members.items())
 
 
 def _by_count(making: tuple[int, ...], made: dict[int, int]) -> dict[tuple[int, bool], list[int]]:
