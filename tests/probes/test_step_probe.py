@@ -581,6 +581,30 @@ class DetectingTwice(Stacked):
         return loss
 
 
+class DetectingForLater(Stacked):
+    """Keeps what they return, so that others may use it."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.found = self.blocks(batch)  # type: ignore[attr-defined]  # <- boxes kept
+        loss = batch.mean()
+        if batch.any():
+            self.log("loss", loss)  # type: ignore[attr-defined]
+        return loss
+
+
+class DetectingInParts(Stacked):
+    """Computes two things from what they return, and uses one of them for certain."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        boxes = self.blocks(batch)  # type: ignore[attr-defined]  # <- boxes made for parts
+        sizes = boxes * 2
+        loss = sizes.sum()
+        places = boxes * 3
+        if batch.any():
+            loss = loss + places.sum()
+        return loss
+
+
 @pytest.mark.parametrize(
     ("module", "line"),
     [
@@ -588,6 +612,8 @@ class DetectingTwice(Stacked):
         (DetectingUnless, place("boxes not used", "training_step")),
         (DetectingAlways, place("boxes made for certain", "training_step")),
         (DetectingTwice, place("boxes made for two", "training_step")),
+        (DetectingForLater, place("boxes kept", "training_step")),
+        (DetectingInParts, place("boxes made for parts", "training_step")),
     ],
 )
 def test_a_part_whose_output_is_unused_is_located_where_that_is_left_out(module: type[Stacked], line: str) -> None:

@@ -125,7 +125,7 @@ class HookSource:
             if not assigned.keys() >= {*certain}:
                 return 0
             names = {name for one in certain for target in assigned[one].targets for name in _names_in(target)}
-            line = certain[-1]
+            line = certain[0]
         return 0
 
     def switches_gradients_off(self, line: int) -> int:
@@ -257,7 +257,8 @@ def inside(body: list[ast.stmt]) -> Iterator[ast.AST]:
 
 
 def _names_in(target: ast.expr) -> set[str]:
-    return {node.id for node in ast.walk(target) if isinstance(node, ast.Name)}
+    """The variables that are assigned; not those whose attributes or items are."""
+    return {node.id for node in ast.walk(target) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
 
 
 def _names_made_from(node: ast.Assign, attribute: str) -> Iterator[str]:
