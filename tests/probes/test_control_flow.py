@@ -54,6 +54,20 @@ def branches(source: str) -> list[str]:
         ),
         pytest.param(
             """
+            class Every:
+                def setup(self, trainer, pl_module, stage):
+                    self.trainer = trainer
+
+                def load(self):
+                    if self.trainer.current_epoch % 2:
+                        return
+                    reduce(self.weights)  # <-
+            """,
+            ["7 return common"],
+            id="a counter of a trainer that is kept",
+        ),
+        pytest.param(
+            """
             def step(self, batch):
                 if batch.any():
                     reduce(batch)  # <-

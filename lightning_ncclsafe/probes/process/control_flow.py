@@ -26,6 +26,8 @@ from lightning_ncclsafe.probes.process.syntax import COMPREHENSIONS, FUNCTIONS, 
 _COUNTED = frozenset(
     ("batch_idx", "batch_index", "dataloader_idx", "current_epoch", "epoch", "global_step", "sanity_checking", "stage")
 )
+# What has them: that a file keeps it is no reason why they should differ.
+_COUNTING = frozenset(("trainer", "pl_module", "module", "model"))
 _MOST_BRANCHES = 8
 _MOST_CHARACTERS = 120
 _MOST_NAMES = 32
@@ -289,7 +291,7 @@ def _is_counter(test: ast.expr, state: frozenset[str]) -> bool:
     if isinstance(test, ast.UnaryOp):
         return _is_counter(test.operand, state)
     named = {name_of(node) for node in ast.walk(test) if isinstance(node, (ast.Name, ast.Attribute))}
-    return not _calls(test) and not named.isdisjoint(_COUNTED) and named.isdisjoint(state - _COUNTED)
+    return not _calls(test) and not named.isdisjoint(_COUNTED) and named.isdisjoint(state - _COUNTED - _COUNTING)
 
 
 def _state_of(body: _Block) -> frozenset[str]:
