@@ -262,7 +262,7 @@ def test_groups_of_other_members_under_one_number_are_made_by_their_members(
 
 @pytest.mark.parametrize("name", ["1", "2"], ids=["earlier", "the last one"])
 def test_parts_of_a_split_group_have_one_number_and_other_members(name: str) -> None:
-    """A mesh of devices, in older versions of torch; then rank 0 waits for a group of which PyTorch keeps a number, or a hash."""
+    """A mesh of devices, in older versions of torch; then rank 0 waits for a group with a number, or with a hash."""
 
     def after_split(facts: RankFacts) -> RankFacts:
         part = Group(name=name, description="mesh_dp", ranks=(0, 1) if facts.rank < 2 else (2, 3))
