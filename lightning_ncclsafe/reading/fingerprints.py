@@ -87,7 +87,7 @@ class Mismatch:
                 ranks=odd,
                 detail=f"PyTorch's check of collectives reports that {words}{like}"[:_LONGEST_DETAIL],
                 count=1 if is_one_sided else len(calls),
-                line=self._lines[0][:_LONGEST_LINE],
+                line=self._lines[0].strip()[:_LONGEST_LINE],
             )
         for call in calls:
             self._note(call)

@@ -353,7 +353,7 @@ class _Snapshot:
             self._finished = self._finished or (self._number, set())
             if self._finished[0] == self._number:
                 self._finished[1].update(listed)
-        elif self._finished is None:
+        elif self._finished is None or whole(self._number or "0") < whole(self._finished[0] or "0"):
             # These ranks are behind those that have finished a later number.
             self._has_lower = True
         elif self._finished[0] != self._number:

@@ -411,7 +411,9 @@ def of_agents(text: str) -> bool:
 
 def of_hosts(text: str) -> bool:
     """Whether a launcher's line is about several hosts, or another one than the first."""
-    return any(whole(one["number"] or "0") > 1 or whole(one["rank"] or "0") > 0 for one in _HOSTS.finditer(text))
+    # Graphs have nodes, too.
+    found = _HOSTS.finditer(text) if "edge_index" not in text else ()
+    return any(whole(one["number"] or "0") > 1 or whole(one["rank"] or "0") > 0 for one in found)
 
 
 def _tasks(words: str) -> list[int]:

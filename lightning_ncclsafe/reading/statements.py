@@ -35,6 +35,7 @@ _not_joined = partial(message, StatementKind.NOT_JOINED)
 _waited = partial(message, StatementKind.STORE_WAIT)
 _unreachable = partial(message, StatementKind.UNREACHABLE)
 _lost = partial(message, StatementKind.PEER_LOST)
+_LAUNCHERS = r"torch\.distributed|torchrun|deepspeed|accelerate|lightning|mpirun|mpiexec|horovodrun|\bsrun\b"
 _LISTED = r"\[(?P<listed>\d[\d, ]{0,4000})\]"
 
 # Groups of the patterns: ``code``, or ``signal`` by its name or number, with which a process ended; ``rank`` and
@@ -137,7 +138,7 @@ _MESSAGES = (
     *(
         _ended(
             word,
-            rf"\bline \d+:\s+\d+ {word}\b(?!.*(?:torch\.distributed|deepspeed|accelerate|lightning)).{{0,200}}\bpython",
+            rf"\bline \d+:\s+\d+ {word}\b(?!.*(?:{_LAUNCHERS})).{{0,200}}\bpython",
             "the shell",
             code=code,
         )

@@ -111,11 +111,18 @@ def test_the_end_of_a_desync_report_shows_who_has_not_arrived(
     "text",
     [
         "\t     [2] started ALLREDUCE\n" + TAIL,
+        TAIL.replace("#612", "#609"),
         TAIL.partition("\t   #612")[0],
         TAIL.partition("\t   #612")[2],
         "\t   #611 started ranks:\n\t     [2] started ALLREDUCE\n" + TAIL.partition("\t   #612")[0],
     ],
-    ids=["others are lower", "nobody has started more", "nobody has finished", "one number"],
+    ids=[
+        "others are lower",
+        "lower afterwards",
+        "nobody has started more",
+        "nobody has finished",
+        "one number",
+    ],
 )
 def test_the_end_of_a_desync_report_may_not_show_it(text: str) -> None:
     assert read(text) is None
@@ -265,7 +272,12 @@ def test_the_number_of_a_process_on_one_of_several_hosts_is_not_its_rank(which: 
     assert said(HOSTS[which] + ENDED.format(-9)) == ("dead-rank", (), LIKELY)
 
 
-@pytest.mark.parametrize("told", ["--nnodes=1", "--nnodes 1 --node_rank 0", "num_machines: 1", "[default3]:[rank3]: x"])
+GRAPH = "Data(x=[2708, 1433], edge_index=[2, 10556], num_nodes=2708)"
+
+
+@pytest.mark.parametrize(
+    "told", ["--nnodes=1", "--nnodes 1 --node_rank 0", "num_machines: 1", "[default3]:[rank3]: x", GRAPH]
+)
 def test_the_number_of_a_process_on_the_only_host_is_its_rank(told: str) -> None:
     assert said(f"{told}\n{ENDED.format(-9)}") == ("dead-rank", (2,), LIKELY)
 
@@ -331,11 +343,18 @@ def test_a_rank_that_had_given_up_is_not_dead_for_another_reason(code: int) -> N
     assert first(gave_up + "slurmstepd: error: Detected 1 oom_kill event in StepId=1.0.\n").rule == "dead-rank"
 
 
+LAUNCHERS = (
+    "python -m torch.distributed.run train.py",
+    "/opt/python3/bin/torchrun train.py",
+    "mpirun -np 4 python train.py",
+    "accelerate launch train.py",
+    "make",
+)
 SHELL = "/var/spool/slurmd/job61/slurm_script: line 16: 723537 {}                  {}\n"
 
 
 def test_a_shell_reports_the_end_of_a_program() -> None:
     for how in ("Killed", "Segmentation fault (core dumped)", "Bus error"):
         assert said(SHELL.format(how, "python3 train.py")) == ("dead-rank", (), LIKELY)
-        for launcher in ("python -m torch.distributed.run train.py", "accelerate launch train.py", "make"):
+        for launcher in LAUNCHERS:
             assert read(SHELL.format(how, launcher)) is None
