@@ -140,7 +140,8 @@ def _wrapped(line: bytes) -> tuple[str, str] | None:
         data = json.loads(line)
         said = next((data[key] for key in _WRAPPED_IN if isinstance(data.get(key), str)), None)
         if said is not None:
-            return next((data[key][:60] for key in _WRITERS if isinstance(data.get(key), str)), ""), said
+            # With the key, as a host's name may be a number, or end in one like a launcher's label, and is no rank.
+            return next((f"{key} {data[key][:60]}" for key in _WRITERS if isinstance(data.get(key), str)), ""), said
     return None
 
 

@@ -237,6 +237,15 @@ def test_records_of_two_hosts_are_two_streams() -> None:
     }
 
 
+@pytest.mark.parametrize("host", ["gpu12", "7"])
+def test_the_number_of_a_host_in_a_record_is_no_rank(host: str) -> None:
+    def written(text: str) -> str:
+        return "".join(as_json("message", host=host)(line) + "\n" for line in text.splitlines())
+
+    assert said(written(TRACEBACK))[:2] == ("failed-rank", ())
+    assert said(written(f"[rank3]: ranks\n{ENDED.format(-9)}"))[:2] == ("dead-rank", (2,)), "nor one of several"
+
+
 @pytest.mark.parametrize("line", ['{"log": 3}', '{"message"', "{" * 9000, '{"a": ' + "[" * 9000, '{"log": "epoch 3"}'])
 def test_other_json_is_no_record(line: str) -> None:
     assert read(line + "\n") is None
