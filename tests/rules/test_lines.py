@@ -432,6 +432,12 @@ def test_without_a_single_jump_they_are_told_the_call(branches: tuple[Branch, ..
     assert is_listed is (len(branches) > 1)
 
 
+def test_ranks_that_have_left_a_loop_are_told_the_call_in_it_and_not_the_jump_behind_it() -> None:
+    finding = first(with_branches(of("rgrgrb", "rgrrb", "rgrgrb"), replace(RETURN, line=41, jump="break")))
+    assert (finding.ranks, finding.location) == ((1,), f"{FILE}:40 in step")
+    assert finding.decided_at == f"{FILE}:41 in step"
+
+
 def test_ranks_that_alone_have_made_a_call_are_told_the_call_and_not_the_jump_of_the_others() -> None:
     finding = first(with_branches(of("rgrrb", "rgrgrb", "rgrrb"), RETURN))
     assert (finding.ranks, finding.location) == ((1,), f"{FILE}:40 in step")

@@ -89,8 +89,14 @@ class DecidingBranches:
 
     @property
     def is_jump_on_data(self) -> bool:
-        """Whether ranks have gone around the call by a jump under a condition that is not on the rank."""
-        return len(self.branches) == 1 and bool(self.branches[0][1].jump) and self.branches[0][1].on is Decides.VALUE
+        """Whether ranks have gone around the call by a jump before it, under a condition that is not on the rank.
+
+        A jump behind the call ends a loop: that decides how often it is made.
+        """
+        if len(self.branches) != 1:
+            return False
+        frame, branch = self.branches[0]
+        return bool(branch.jump) and branch.on is Decides.VALUE and branch.line < frame.line
 
     def words(self) -> str:
         """``"The call at train.py:44 in check may have been skipped by `return` (line 43), under …."``

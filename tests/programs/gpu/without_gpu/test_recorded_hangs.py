@@ -18,6 +18,7 @@ MISSED = (
     "outputs_gathered_by_the_one_that_speaks-validation-3@SafeDDP",
     "picture_that_one_rank_has_not-middle-3@SafeDDP",
     "pipe_whose_reader_has_gone-middle-3@SafeDDP",
+    "predictions_collected_where_there_are_some-end-3@SafeDDP",
     "preparation_within_a_preparation-start-3@SafeDDP",
     "state_that_is_agreed_upon_when_it_is_read-epoch-end-3@SafeDDP",
     "tokens_sent_by_other_shares_than_agreed-middle-3@SafeDDP",
