@@ -99,7 +99,7 @@ def crossed_groups(view: Timeline) -> Iterator[Finding]:
     elif making and all_wait and min(made.values()) >= 0 and len({*made.values()}) > 1:
         yield _created_differently(view, making, made)
     elif making and all_wait and len({*made.values()}) == 1:
-        # That of the last one: numbers begin with 0.
+        # The number of the last one: the default group is number 0.
         name = str(made[making[0]] - 1)
         if len(apart := _members_apart(view, name, making)) > 1:
             yield _created_by_members(view, making, name, apart)
@@ -208,8 +208,7 @@ def _created_by_members(
         view,
         tuple(sorted(ranks)),
         f"Ranks have created different process groups under one number: {group_words(name)} has the members "
-        f"{', '.join(each)}; "
-        f"{clause(making, 'still waits|still wait')} in new_group.",
+        f"{', '.join(each)}; {clause(making, 'still waits|still wait')} in new_group.",
         confidence=Confidence.LIKELY,
         location=places[0] if len(places) == 1 else call_location(view, making),
         evidence=where_evidence(view, view.facts),

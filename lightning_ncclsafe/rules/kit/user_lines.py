@@ -150,9 +150,9 @@ def with_decision(view: Timeline, finding: Finding) -> Finding:
 
 
 def at_jump(view: Timeline, finding: Finding) -> Finding:
-    """The same finding; if its ranks have jumped over its line by a condition that is not on the rank, at that jump.
+    """The same finding; if its ranks have jumped over its line under a condition that is not on the rank, at that jump.
 
-    There they have left the way of the others. That they have is observed, but the jump is concluded.
+    There they took another path than the others. That they did is observed; which jump it was is concluded.
     """
     deciding = decision(view, finding.location)
     if deciding is None or not deciding.is_jump_on_data or finding.ranks != deciding.around:

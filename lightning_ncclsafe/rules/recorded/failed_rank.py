@@ -54,7 +54,8 @@ _ENDED_WORKER = re.compile(r"DataLoader worker .{0,40}killed by signal: Terminat
 # These have one meaning only.
 _SURE = ("Duplicate GPU", "Mismatched NCCL version", "CUDA error")
 _NUMBERS = re.compile(r"\d+")
-_SAME = 60
+# So many characters: behind them, messages of one kind differ in addresses, names of devices and hints.
+_COMPARED = 60
 
 
 @recorded_rule(superseded=is_told_as_exception)
@@ -77,7 +78,7 @@ def failed_rank(view: Timeline) -> Iterator[Finding]:
     for rank in raised(view):
         exception = view.facts[rank].exception
         # Without a place, only what they say shows whether they are the same.
-        what = _NUMBERS.sub("", exception.message)[:_SAME] if exception is not None and not exception.stack else ""
+        what = _NUMBERS.sub("", exception.message)[:_COMPARED] if exception is not None and not exception.stack else ""
         alike[type_and_place(view.facts[rank]), what].append(rank)
     for ranks in alike.values():
         yield _finding(view, tuple(ranks))
