@@ -90,7 +90,8 @@ class MediaProcess:
                 # On one core, without the job's GPUs, and without user scripts that shadow our modules. What a library
                 # prints goes to standard error.
                 environment = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
-                # As its standard input: the number of any other file may be one of the standard ones here.
+                # Its end of the pipe is its standard input. Under its own number it could replace a standard stream, if
+                # this program has closed one.
                 with theirs:
                     self._process = subprocess.Popen(
                         [sys.executable, "-m", __name__],

@@ -10,7 +10,7 @@ from lightning_ncclsafe.rules.kit.wording import clause
 
 _LONGEST_LINE = 300
 _LONGEST_DETAIL = 400
-_MOST_LINES = 12
+_MOST_LINES, _MOST_CHARACTERS = 12, 4000
 _MOST_RANKS = 4096
 
 
@@ -42,13 +42,13 @@ class Mismatch:
         r"Rank (?P<rank>\d+) is running (?P<how>inconsistent )?collective: ?(?:CollectiveFingerPrint\()?"
         r"(?P<body>.{0,600}?)(?=Rank \d+ is running|Collectives differ|$)"
     )
-    # The other rank of a message that is cut before what that one runs
+    # The other rank of a message that is cut before what that one runs.
     _OTHER = re.compile(r", but Rank (\d+) ")
     _OP = re.compile(r"OpType=(\w+)|^(\w+)\.?\s*$")
     _SHAPE = re.compile(r"TensorShape=\[([\d, ]*)\]")
     _SEQ = re.compile(r"SequenceNumber=(\d+)")
     _WRAPPED = re.compile(r" {5,}")
-    # What is no more of the message
+    # What no longer belongs to the message.
     _NEXT = re.compile(r"\s*(?:\[(?:rank\d|[EWIF][ \d])|Traceback |terminate called|frame #\d)")
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ class Mismatch:
         if begins or self._NEXT.match(text):
             yield from self.flush()
         if begins or self._lines:
-            self._lines.append(text.rstrip("\r\n")[:4000])
+            self._lines.append(text.rstrip("\r\n")[:_MOST_CHARACTERS])
         if self._lines and (self._is_complete() or len(self._lines) >= _MOST_LINES):
             yield from self.flush()
 

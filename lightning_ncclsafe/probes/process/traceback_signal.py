@@ -16,8 +16,8 @@ does not show that the GIL is free.
 A rank that has not reached its Trainer yet cannot tell its peers about its signals. The import of the package arms
 them, and the name of the file, which peers find among the rank's open files, contains their numbers.
 
-``faulthandler`` also writes to that file when a fatal signal ends the process, and ``sys.excepthook`` does with an
-uncaught exception: see ``crash_traces``.
+``faulthandler`` also writes to that file when a fatal signal ends the process (``crash_file``), and ``sys.excepthook``
+does with an uncaught exception: see ``crash_traces``.
 
 There is no guard between two calls of the Trainer either, so an armed rank stays armed.
 """

@@ -92,11 +92,7 @@ def entered() -> Iterator[Scope]:
 
 
 def scopes_in(owners: Iterable[Any]) -> Iterator[Scope]:
-    """The user's functions in the classes of these objects and their bases, of each class once.
-
-    Args:
-        owners: The objects.
-    """
+    """The user's functions in the classes of these objects and their bases, of each class once."""
     for kind in dict.fromkeys(kind for owner in owners if owner is not None for kind in type(owner).__mro__):
         functions = (inspect.unwrap(function) for function in vars(kind).values() if inspect.isfunction(function))
         codes = (getattr(function, "__code__", None) for function in functions)
