@@ -222,11 +222,10 @@ def sources_of(module: Any, hook: str) -> Iterator[HookSource]:
 
 def sources_in(owners: Iterable[Any]) -> Iterator[HookSource]:
     """The sources of the user's functions in the classes of these objects and their bases, of each class once."""
-    for owner in dict.fromkeys(type(owner) for owner in owners if owner is not None):
-        for kind in owner.__mro__:
-            functions = [function for function in vars(kind).values() if inspect.isfunction(function)]
-            if any(is_user_code(inspect.unwrap(function).__code__.co_filename) for function in functions):
-                yield from map(HookSource, functions)
+    for kind in dict.fromkeys(kind for owner in owners if owner is not None for kind in type(owner).__mro__):
+        functions = [function for function in vars(kind).values() if inspect.isfunction(function)]
+        if any(is_user_code(inspect.unwrap(function).__code__.co_filename) for function in functions):
+            yield from map(HookSource, functions)
 
 
 def lines_in(owners: Iterable[Any], asked: Callable[[HookSource], tuple[str, ...]]) -> tuple[str, ...]:
