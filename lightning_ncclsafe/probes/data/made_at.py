@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from lightning_ncclsafe.code.libraries import TRAINER_RUN, is_top_level
 from lightning_ncclsafe.code.side_thread import SideThread
 from lightning_ncclsafe.probes.process.stacks import is_user_code
-from lightning_ncclsafe.probes.process.syntax import (
+from lightning_ncclsafe.probes.source.syntax import (
     FUNCTIONS,
     Function,
     first_line,

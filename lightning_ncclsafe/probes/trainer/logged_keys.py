@@ -6,8 +6,8 @@ from typing import Any
 
 from lightning_ncclsafe.code.libraries import LOGGED_VALUES
 from lightning_ncclsafe.facts import LoggedKey, MetricFacts
-from lightning_ncclsafe.probes.process.control_flow import rank_condition
 from lightning_ncclsafe.probes.process.stacks import main_thread_frames
+from lightning_ncclsafe.probes.source.control_flow import rank_condition
 from lightning_ncclsafe.probes.trainer.source_lines import HookSource, source_of, sources_in
 
 _MOST_KEYS = 64

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from lightning_ncclsafe.code.libraries import TRAINER, is_top_level
 from lightning_ncclsafe.probes.process.stacks import is_user_code, main_thread_frames
-from lightning_ncclsafe.probes.process.syntax import FUNCTIONS, first_line, syntax_tree
+from lightning_ncclsafe.probes.source.syntax import FUNCTIONS, first_line, syntax_tree
 from lightning_ncclsafe.probes.trainer.source_lines import inside
 
 

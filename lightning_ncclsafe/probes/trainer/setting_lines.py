@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
-from lightning_ncclsafe.probes.process.control_flow import control_flow
-from lightning_ncclsafe.probes.process.syntax import last_line, name_of
+from lightning_ncclsafe.probes.source.control_flow import control_flow
+from lightning_ncclsafe.probes.source.syntax import last_line, name_of
 from lightning_ncclsafe.probes.trainer.scopes import Entered, Scope, entered_outside, mentions, scopes_of
 from lightning_ncclsafe.probes.trainer.source_lines import MOST_LINES, sources_in
 

@@ -9,9 +9,9 @@ from types import CodeType
 from typing import Any, TypeGuard, TypeVar
 
 from lightning_ncclsafe.facts import Branch, Decides
-from lightning_ncclsafe.probes.process.control_flow import control_flow, rank_condition
 from lightning_ncclsafe.probes.process.stacks import is_user_code
-from lightning_ncclsafe.probes.process.syntax import (
+from lightning_ncclsafe.probes.source.control_flow import control_flow, rank_condition
+from lightning_ncclsafe.probes.source.syntax import (
     COMPREHENSIONS,
     FUNCTIONS,
     function_of,

@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import Any
 
 from lightning_ncclsafe.facts import Limited, TimeoutLine
-from lightning_ncclsafe.probes.process.syntax import name_of
+from lightning_ncclsafe.probes.source.syntax import name_of
 from lightning_ncclsafe.probes.trainer.scopes import Scope, entered, scopes_in, scopes_of
 from lightning_ncclsafe.probes.trainer.source_lines import MOST_LINES
 
