@@ -1,4 +1,4 @@
-"""The user's functions as source: nothing is known of those of libraries, or of files that are gone."""
+"""The user's functions as source, whatever is in their files; nothing is known of those of libraries."""
 
 import time
 from collections.abc import Callable
@@ -24,3 +24,11 @@ def test_a_missing_source_is_handled(tmp_path: Path) -> None:
     scope = scope_of(names["step"])
     assert (scope.file, scope.name, scope.nodes) == (path, "step", ())
     assert (scope.sets(["x"]), scope.branches_around(2)) == ((), ())
+
+
+def test_an_expression_may_be_deeper_than_the_stack(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(f"def step(self):\n    self.x = {' + '.join(['self.y'] * 1200)}\n    self.log('x', 1)\n")
+    names: dict[str, Any] = {}
+    exec(compile("def step(self): ...", str(path), "exec"), names)
+    assert [call.lineno for call in scope_of(names["step"]).calls(["log"])] == [3]

@@ -36,10 +36,13 @@ def parsed(source: str) -> ast.Module:
 
 def nodes_in(block: Iterable[ast.AST]) -> Iterator[ast.AST]:
     """Every node of these statements in the order of lines, except those of functions and classes defined in them."""
-    for node in block:
+    # Without recursion: an expression may be as deep as the parser allows.
+    left = [*block][::-1]
+    while left:
+        node = left.pop()
         if not isinstance(node, (*FUNCTIONS, ast.ClassDef)):
             yield node
-            yield from nodes_in(ast.iter_child_nodes(node))
+            left += [*ast.iter_child_nodes(node)][::-1]
 
 
 def name_of(node: ast.expr) -> str:
