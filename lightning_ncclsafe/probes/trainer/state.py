@@ -124,9 +124,9 @@ class TrainerProbe:
         return tuple(_loader_facts(loader, count) for loader, count in zip(_loaders_of(loop), each, strict=False))
 
     def facts(self) -> TrainerFacts | None:
-        """Its settings, and how its training loop ended; None if it does not ``fit``."""
+        """Its settings, and how its training loop ended; None if it does not ``fit``. For ``set_at``, see there."""
         trainer = self._trainer
-        if getattr(getattr(trainer, "state", None), "fn", None) != "fit":
+        if not self._fits():
             return None
         batches, count = trainer.fit_loop.epoch_loop.batch_progress, _number_of(trainer.fit_loop.max_batches)
         begun = 0 if self._is_between_epochs() else batches.current.ready
@@ -140,13 +140,16 @@ class TrainerProbe:
             validates_by_clock=self._validation_s() is not None,
             end=end,
             ended_at=first_places(_ending_lines(trainer, end, changed)),
-            set_at=_set_at(trainer),
             validates_at=first_places(_lines_that_set(trainer, _VALIDATES_AT_ALL)),
             batches_begun=begun,
             batches_before=batches.total.ready - begun,
             batches=count,
             validated=trainer.fit_loop.epoch_loop.val_loop.batch_progress.current.completed,
         )
+
+    def set_at(self) -> dict[str, tuple[str, ...]]:
+        """Where each setting may have got its value, by a search in the user's source; empty if it does not ``fit``."""
+        return setting_lines(self._trainer, _SETTINGS) if self._fits() else {}
 
     def validation_loaders(self) -> list[Any]:
         """The dataloaders of fit's validation, if they exist already."""
@@ -172,6 +175,9 @@ class TrainerProbe:
             for owner, path in owners
             if path
         )
+
+    def _fits(self) -> bool:
+        return getattr(getattr(self._trainer, "state", None), "fn", None) == "fit"
 
     def _read_settings(self) -> dict[str, str]:
         trainer = self._trainer
@@ -298,12 +304,6 @@ def _lines_that_may_end_iteration(scope: Scope) -> Iterator[int]:
             yield call.lineno
     if scope.name == "on_train_batch_start":
         yield from (one.lineno for one in scope.each(ast.Return) if ast.unparse(one) == "return -1")
-
-
-def _set_at(trainer: Any) -> dict[str, tuple[str, ...]]:
-    with suppress(Exception):  # not essential, whatever is in the user's files
-        return setting_lines(trainer, _SETTINGS)
-    return {}
 
 
 def _lines_that_set(trainer: Any, attributes: Iterable[str]) -> Iterator[str]:

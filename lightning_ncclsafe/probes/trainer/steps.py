@@ -131,7 +131,7 @@ class StepRecord:
         self.failed_save = None
 
     def facts(self, *, error: str = "") -> StepFacts:
-        """The facts now; for another thread, as it reads source files.
+        """The facts now, without ``timeouts_at``; for another thread, as it reads source files.
 
         Args:
             error: Text of the exception that this rank raised, if any.
@@ -147,7 +147,7 @@ class StepRecord:
         differing = gradients.of_other_size(error, module)
         frozen = self._frozen(module)
         makes_group = any(True for _ in main_thread_frames(GROUP_CREATION))
-        users = [module, *logged_keys.trainer_callbacks(self._trainer)]
+        users = self._users()
         step = scope_of(getattr(type(module), "training_step", None))
         return StepFacts(
             **passes,
@@ -179,8 +179,16 @@ class StepRecord:
             making=_members(),
             groups_at=(_groups_under_condition() or places_in(users, _groups_made)) if makes_group else (),
             accumulates_at=(places_in(users, _accumulates) if any(run[3:4] > (0,) for run in runs) else ()),
-            timeouts_at=self._timeouts_at(users),
         )
+
+    def timeouts_at(self) -> tuple[TimeoutLine, ...]:
+        """The lines that give a group, the store or a barrier a timeout, by a search in the user's source."""
+        others = (getattr(self._trainer, name, None) for name in ("datamodule", "strategy"))
+        return timeout_lines([*self._users(), *others])
+
+    def _users(self) -> list[Any]:
+        module = getattr(self._trainer, "lightning_module", None)
+        return [module, *logged_keys.trainer_callbacks(self._trainer)]
 
     def _skipped_until(self, pending: int, error: str) -> tuple[int, Batch]:
         """The number of batches without a backward pass, and the last of them; the current batch is still unknown."""
@@ -189,12 +197,6 @@ class StepRecord:
         if not more:
             return self._skipped, self._last_skipped
         return self._skipped + more, _now(self._trainer) if is_over else _before(self._trainer)
-
-    def _timeouts_at(self, users: list[Any]) -> tuple[TimeoutLine, ...]:
-        with suppress(Exception):  # not essential, whatever is in the user's files
-            others = (getattr(self._trainer, name, None) for name in ("datamodule", "strategy"))
-            return timeout_lines([*users, *others])
-        return ()
 
     def _frozen(self, module: Any) -> list[str]:
         if not self._trained or module is None:
