@@ -285,7 +285,7 @@ NOT_FOR_RANKS = {
     "probes.process.main_thread.waits_for_gil": ASIDE,
     "probes.process.traceback_signal._wait_for_c": ASIDE,
     "probes.process.traceback_signal._wait_for_python": ASIDE,
-    "probes.rank.RankProbe.witness": ASIDE,
+    "probes.peers.Peers.witness": ASIDE,
     "probes.directories._end": ITSELF,
     "probes.directories._outputs": ITSELF,
     "strategies.launchers._later": ASIDE,

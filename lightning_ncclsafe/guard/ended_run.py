@@ -96,9 +96,10 @@ class EndedRun:
     def _let_the_failed_leave(self) -> None:
         """Waits for failed ranks to exit first: launchers blame the first one, and it should print its traceback."""
         raised = self._own.state.verdict.raised if self._own.state.verdict is not None else ()
-        peers = [peer for peer in self._own.probe.peers if peer.rank in raised]
+        peers = [peer for peer in self._own.probe.peers.known if peer.rank in raised]
         wait_for(
-            lambda: all(self._own.probe.look_at_peer(peer).state in ENDED for peer in peers), deadline_s=_FAILED_LEAVE_S
+            lambda: all(self._own.probe.peers.look_at(peer).state in ENDED for peer in peers),
+            deadline_s=_FAILED_LEAVE_S,
         )
 
     def _may_others_come(self) -> bool:
@@ -107,11 +108,13 @@ class EndedRun:
             return False
         here = self._own.place.ranks_here
         # On this host: ranks whose processes were found at the last search, and still exist.
-        alive = {peer.rank for peer in self._own.probe.peers if self._own.probe.look_at_peer(peer).state not in ENDED}
+        alive = {
+            peer.rank for peer in self._own.probe.peers.known if self._own.probe.peers.look_at(peer).state not in ENDED
+        }
         missing = {*range(self._own.place.world_size)} - self._own.state.answered
         return any(rank in alive or rank not in here for rank in missing)
 
     def _end_frozen(self) -> None:
         """Kills the frozen ranks of this host. Every rank does it: some may leave before, as connections break."""
         frozen = self._own.state.verdict.frozen if self._own.state.verdict is not None else ()
-        end_frozen((peer for peer in self._own.probe.peers if peer.rank in frozen), self._own.say)
+        end_frozen((peer for peer in self._own.probe.peers.known if peer.rank in frozen), self._own.say)

@@ -28,7 +28,7 @@ from lightning_ncclsafe._torch import stores
 from lightning_ncclsafe.code.marks import Mark, marked
 from lightning_ncclsafe.errors import CollectiveTimeoutError
 from lightning_ncclsafe.exchange import Exchange, ExchangeError, poll_interval_s, wait_for, wait_for_keys
-from lightning_ncclsafe.probes.rank import RankInfo
+from lightning_ncclsafe.probes.rank_info import RankInfo
 
 EXIT_CODE = 124
 """Exit status of a process that the guard has ended, the same as that of ``timeout(1)``."""

@@ -28,7 +28,8 @@ from lightning_ncclsafe.guard.stuck import StuckDetector
 from lightning_ncclsafe.guard.watchdog import Watchdog
 from lightning_ncclsafe.probes.network import own_address_towards
 from lightning_ncclsafe.probes.process.environment import launch_words
-from lightning_ncclsafe.probes.rank import RankInfo, RankProbe, info_key
+from lightning_ncclsafe.probes.rank import RankProbe
+from lightning_ncclsafe.probes.rank_info import RankInfo, info_key
 from lightning_ncclsafe.report.folder import IncidentNumbers
 from lightning_ncclsafe.report.terminal import say_on_stderr, say_own_failure
 from lightning_ncclsafe.rules.unknowns import not_recorded
@@ -95,7 +96,7 @@ class Guard:
             say=say,
         )
         self._on_tick = on_tick
-        self._local_ranks = LocalRanks(place, probe, met=met)
+        self._local_ranks = LocalRanks(place, probe.peers, host=probe.info.host, met=met)
         self._rank_hosts = RankHosts(
             rank=place.rank, world_size=place.world_size, host=probe.info.host, launch=launch_words()
         )

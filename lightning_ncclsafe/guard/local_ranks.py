@@ -17,7 +17,8 @@ from lightning_ncclsafe.exchange import Exchange, ExchangeError
 from lightning_ncclsafe.facts import ENDED, codec
 from lightning_ncclsafe.guard.shared import Place
 from lightning_ncclsafe.probes.host import resources
-from lightning_ncclsafe.probes.rank import RankInfo, RankProbe, info_key
+from lightning_ncclsafe.probes.peers import Peers
+from lightning_ncclsafe.probes.rank_info import RankInfo, info_key
 
 # Ranks that are started together join within about this time; until then there is no search for them.
 _PATIENCE_S = 2.0
@@ -35,6 +36,8 @@ class LocalRanks:
     """Finds the ranks of this host for the probe. Belongs to the watchdog's thread.
 
     Args:
+        peers: Receives them, and looks at them.
+        host: Name of this host.
         find: Finds ranks by their environment: process ids by local ranks.
         met: The ranks known from the last call of the Trainer in this process; updated with those of this call.
 
@@ -45,14 +48,16 @@ class LocalRanks:
     def __init__(
         self,
         place: Place,
-        probe: RankProbe,
+        peers: Peers,
         *,
+        host: str,
         find: Callable[[str], dict[int, int]] = resources.find_ranks,
         clock: Callable[[], float] = time.monotonic,
         met: dict[int, RankInfo] | None = None,
     ) -> None:
         self._place = place
-        self._probe = probe
+        self._peers = peers
+        self._host = host
         self._find = find
         self._clock = clock
         self._search = SideThread("ncclsafe-search")
@@ -67,7 +72,7 @@ class LocalRanks:
             self._have_met.set()
         self.has_lost = False
         if self._early:
-            self._probe.peers = tuple(self._early.values())
+            self._peers.known = tuple(self._early.values())
 
     def meet(self, exchange: Exchange) -> None:
         """Reads what they have published, once all have: later, the store may be gone."""
@@ -78,9 +83,9 @@ class LocalRanks:
         with suppress(ExchangeError):
             peers = [codec.decode(RankInfo, peer) for peer in exchange.get_many(keys).values()]
             if len(peers) == len(keys):
-                self._probe.peers = tuple(peer for peer in peers if peer.host == self._probe.info.host)
+                self._peers.known = tuple(peer for peer in peers if peer.host == self._host)
                 self._met.clear()
-                self._met.update({peer.rank: peer for peer in self._probe.peers})
+                self._met.update({peer.rank: peer for peer in self._peers.known})
                 self._have_met.set()
 
     @marked(Mark.STORE)
@@ -103,7 +108,7 @@ class LocalRanks:
         if len(self._early) < self._place.local_world_size - 1 or self._gone:
             self.search()
         for rank, peer in self._early.items():
-            is_gone = self._probe.look_at_peer(peer).state in ENDED
+            is_gone = self._peers.look_at(peer).state in ENDED
             self._gone[rank] = self._gone.get(rank, 0) + 1 if is_gone else 0
         self._gone = {rank: looks for rank, looks in self._gone.items() if looks}
         self.has_lost = any(looks >= _LOOKS_UNTIL_LOST for looks in self._gone.values())
@@ -115,7 +120,7 @@ class LocalRanks:
         for local_rank, pid in self._find_in_time().items():
             if local_rank != self._place.local_rank and local_rank < self._place.local_world_size:
                 self._know(self._place.ranks_here[local_rank], pid)
-        self._probe.peers = tuple(self._early[rank] for rank in sorted(self._early))
+        self._peers.known = tuple(self._early[rank] for rank in sorted(self._early))
 
     def _find_in_time(self) -> dict[int, int]:
         """The result of the last completed search; a new search begins only when the one before has ended."""
@@ -131,5 +136,4 @@ class LocalRanks:
         if rank not in self._early or self._early[rank].pid != pid:
             with suppress(psutil.Error):
                 started = psutil.Process(pid).create_time()
-                here = self._probe.info.host
-                self._early[rank] = RankInfo(rank=rank, host=here, pid=pid, started=started, has_guard=False)
+                self._early[rank] = RankInfo(rank=rank, host=self._host, pid=pid, started=started, has_guard=False)

@@ -101,8 +101,8 @@ class Participation:
             round_number=connection.log.number,
             rank=self._own.place.rank,
             world_size=self._own.place.world_size,
-            peers=self._own.probe.peers,
-            witness=self._own.probe.witness,
+            peers=self._own.probe.peers.known,
+            witness=self._own.probe.peers.witness,
             is_dropped=lambda: state.is_off or connection.is_superseded,
             publish_info=connection.has_joined,
             # A rank that raises leaves its actions, too.

@@ -5,20 +5,16 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Hashable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import psutil
 
 from lightning_ncclsafe._torch import build
-from lightning_ncclsafe.code.side_thread import OWN_THREADS, SideThread, UnansweredError
+from lightning_ncclsafe.code.side_thread import SideThread, UnansweredError
 from lightning_ncclsafe.facts import (
-    ANSWERING,
-    ENDED,
-    GONE,
     ExceptionFacts,
     Frame,
     HostFacts,
@@ -29,9 +25,10 @@ from lightning_ncclsafe.facts import (
     Straggler,
 )
 from lightning_ncclsafe.probes.gpu import GpuWatch, gpu_state
-from lightning_ncclsafe.probes.host.resources import HostProbe, child_processes, look_at, own_memory, signal_name
+from lightning_ncclsafe.probes.host.resources import HostProbe, child_processes, look_at, own_memory
 from lightning_ncclsafe.probes.machine_state import MachineProbe
 from lightning_ncclsafe.probes.network import taken_interface
+from lightning_ncclsafe.probes.peers import Peers
 from lightning_ncclsafe.probes.process import (
     child_waits,
     file_waits,
@@ -42,14 +39,8 @@ from lightning_ncclsafe.probes.process import (
     traceback_signal,
 )
 from lightning_ncclsafe.probes.process.caught import CaughtExceptions
-from lightning_ncclsafe.probes.process.crash_traces import CrashTraces
 from lightning_ncclsafe.probes.process.flight_recorder import FlightRecorder
-from lightning_ncclsafe.probes.process.growth import (
-    LEAST_S,
-    MemoryGrowth,
-    needs_second_look,
-    with_core_shares,
-)
+from lightning_ncclsafe.probes.process.growth import MemoryGrowth
 from lightning_ncclsafe.probes.process.last_seen import LastSeenFile
 from lightning_ncclsafe.probes.process.main_thread import (
     another_thread_runs,
@@ -58,6 +49,7 @@ from lightning_ncclsafe.probes.process.main_thread import (
     waits_for_gil,
 )
 from lightning_ncclsafe.probes.process.stack_samples import StackSamples
+from lightning_ncclsafe.probes.rank_info import RankInfo
 from lightning_ncclsafe.probes.trainer import model_units
 from lightning_ncclsafe.probes.trainer.actions import ActionTracker
 from lightning_ncclsafe.probes.trainer.state import TrainerProbe
@@ -69,8 +61,6 @@ _WORKERS_ASKED = 4
 _SAMPLED_AFTER_S = 1.0
 # How often this process's memory is noted: reading it takes 0.1 ms.
 _NOTE_S = 2.0
-# Two looks are timed separately from the looks themselves.
-_SLACK_S = 0.01
 # What hangs in a call of the system does not run at all; on a host that is starved, everything runs a little.
 _RUNS_S = 0.01
 # Lines that are searched for in the user's source, and the facts that have them: a search that fails, or takes long,
@@ -83,39 +73,10 @@ _MOST_READS = 3
 _LOOKS_AFTERWARDS = 3
 # How often a peer is looked at until its main thread has run for long enough.
 _MOST_LOOKS = 3
-# How many peers are asked at a time.
-_AT_ONCE = 8
 # A thread that executes bytecode for so long has released the GIL at least twice, if others wait for it.
 _SWITCHES_S = 0.02
 # The longest look, on a host that is starved: less than the patience of the rank that gathers the facts.
 _LONGEST_LOOK_S = 2.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankInfo:
-    """What a rank publishes about itself, for peers that have to look at it when it does not answer.
-
-    Attributes:
-        rank: Global rank.
-        host: Host name.
-        pid: Process id.
-        started: When the process was started, seconds since the epoch.
-        guard_threads: The kernel's numbers of its guard's threads; empty if it has none yet.
-        has_guard: Whether it has reached its Trainer, so that its guard would answer; if not, peers have found its
-            process themselves.
-    """
-
-    rank: int
-    host: str
-    pid: int
-    started: float = 0.0
-    guard_threads: tuple[int, ...] = ()
-    has_guard: bool = True
-
-
-def info_key(rank: int) -> str:
-    """The key under which a rank publishes its info when it begins to watch."""
-    return f"info/{rank}"
 
 
 class RankProbe:
@@ -136,6 +97,7 @@ class RankProbe:
 
     Attributes:
         info: What this rank publishes about itself.
+        peers: The other ranks of this host, as this one sees them.
         exception: The exception that this rank raised, if any.
     """
 
@@ -162,20 +124,18 @@ class RankProbe:
         self._stragglers = stragglers
         self._steps = steps
         self._caught = caught
-        self._launched = launched
         self._host = HostProbe()
         self._recorder = FlightRecorder()
         self._growth = MemoryGrowth()
         self._machine = MachineProbe(interface=lambda: taken_interface(is_cuda=trainer.is_on_gpu()))
-        self._gpu = GpuWatch(lambda: gpu_state(local_rank, own_pids=[peer.pid for peer in self.peers]))
+        self._gpu = GpuWatch(lambda: gpu_state(local_rank, own_pids=[peer.pid for peer in self.peers.known]))
         self._noted_s = -math.inf
         self._signal = traceback_signal.take_early()
         self._armed = self._signal.arm()
         self._slow_look = SideThread("ncclsafe-look")
-        self._crash_traces = CrashTraces()
         self._last_seen = LastSeenFile()
         self._samples = StackSamples()
-        self._peers: tuple[RankInfo, ...] = ()
+        self.peers = Peers(ask=self._asked, growth=self._growth, launched=launched)
         self.exception: ExceptionFacts | None = None
         self.info = RankInfo(
             rank=rank,
@@ -193,16 +153,6 @@ class RankProbe:
     def finished(self, value: bool) -> None:
         self._trainer.finished = value
 
-    @property
-    def peers(self) -> tuple[RankInfo, ...]:
-        """The known ranks of this host besides this one."""
-        return self._peers
-
-    @peers.setter
-    def peers(self, peers: tuple[RankInfo, ...]) -> None:
-        self._peers = peers
-        self._crash_traces.hold(peer.pid for peer in peers)
-
     def position(self) -> Hashable:
         """A value that changes whenever a hook begins or ends, or a collective makes progress."""
         return self._tracker.transitions, flight_recorder.position()
@@ -210,7 +160,7 @@ class RankProbe:
     def close(self) -> None:
         """Restores the signal, and closes what is open of other processes."""
         traceback_signal.leave(self._signal)
-        self._crash_traces.close()
+        self.peers.close()
         self._last_seen.close()
         self._machine.close()
 
@@ -281,7 +231,7 @@ class RankProbe:
             "loggers": self._loggers,
             "thread_lock": thread_waits.awaited_thread_lock,
             "awaited_thread": thread_waits.awaited_thread,
-            "peers": lambda: tuple(self.look_at_peer(peer) for peer in self.peers),
+            "peers": self.peers.look,
             "host_facts": self._host_facts,
             "file_lock": lock_waits.waited_for,
             "held_locks": lock_waits.held,
@@ -333,76 +283,6 @@ class RankProbe:
             self._noted_s = time.monotonic()
             self._growth.measure(self.info.pid, *own_memory())
 
-    def look_at_peer(self, peer: RankInfo) -> ProcessFacts:
-        """A rank of this host as seen from outside, with its growth since the look before.
-
-        If its process has ended: what it wrote last.
-        """
-        self._crash_traces.hold([peer.pid])
-        seen = look_at(peer.pid, rank=peer.rank, started=peer.started or None)
-        if (raised := self._crash_traces.raised(peer.pid)) is not None:
-            seen = replace(seen, raised=replace(raised, stack=stacks.with_source(raised.stack)))
-        if seen.state in ENDED:
-            return self._ended(seen)
-        grows, swaps = self._growth.measure(peer.pid, seen.rss_bytes, seen.swap_bytes)
-        return replace(seen, memory_growth_bytes_per_s=grows, swap_growth_bytes_per_s=swaps)
-
-    def _ended(self, seen: ProcessFacts) -> ProcessFacts:
-        """Adds how it ended: according to the kernel, its launcher, or its own crash trace."""
-        ended_by, stack, said, thread_stack = self._crash_traces.of(seen.pid)
-        code = self._launched().get(seen.pid) if seen.state == GONE else None
-        if code is not None:
-            seen = replace(seen, ended_by=signal_name(-code) if code < 0 else "", exit_code=code if code >= 0 else None)
-        # A process that aborts may crash while it writes its trace.
-        seen_by = "" if (ended_by, seen.ended_by) == ("SIGABRT", "SIGSEGV") else seen.ended_by
-        ended_by = seen_by or (ended_by if seen.exit_code is None else "")
-        said = said if ended_by in ("", "SIGABRT") and seen.exit_code is None else ""
-        own, others = stacks.with_source_in_time(stack), stacks.with_source_in_time(thread_stack)
-        last = self._crash_traces.last_seen(seen.pid)
-        if last is not None:
-            last = replace(last, stack=stacks.with_source_in_time(last.stack))
-        return replace(seen, ended_by=ended_by, stack=own, thread_stack=others, said=said, last_seen=last)
-
-    def witness(self, silent: Iterable[RankInfo]) -> list[ProcessFacts]:
-        """Ranks of this host that do not answer, as seen from outside, with their stacks if they run.
-
-        Takes 0.5 s if their growth is not known yet, or they run, and up to 0.8 s for them to answer signals.
-        """
-        peers, began_s = list(silent), time.monotonic()
-        turns = [look_at_main_thread(peer.pid) for peer in peers]
-        seen = self._witness(peers)
-        unknown = [facts for facts in seen if facts.rss_bytes is not None and needs_second_look(facts)]
-        if unknown:
-            time.sleep(LEAST_S + _SLACK_S)  # since the last of them was seen: on a busy host, looking takes time
-        again = [
-            self.look_at_peer(peer) if facts in unknown else facts for peer, facts in zip(peers, seen, strict=True)
-        ]
-        span_s = time.monotonic() - began_s
-        return [
-            with_core_shares(
-                replace(now, stack=then.stack or now.stack, gil_held=then.gil_held),
-                turn,
-                look_at_main_thread(now.pid),
-                span_s,
-            )
-            for now, then, turn in zip(again, seen, turns, strict=True)
-        ]
-
-    def _witness(self, peers: Sequence[RankInfo]) -> list[ProcessFacts]:
-        seen = [self.look_at_peer(peer) for peer in peers]
-        running = [peer for peer, facts in zip(peers, seen, strict=True) if facts.state in ANSWERING]
-        if not running:
-            return seen
-        # At the same time, as each takes a while to answer.
-        with ThreadPoolExecutor(min(len(running), _AT_ONCE), thread_name_prefix=f"{OWN_THREADS}witness") as pool:
-            answers = dict(zip(running, pool.map(self._asked, running), strict=True))
-        for index, peer in enumerate(peers):
-            stack, gil_held = answers.get(peer, ((), False))
-            if stack:
-                now = self.look_at_peer(peer)
-                seen[index] = replace(now, stack=stacks.with_source_in_time(stack), gil_held=gil_held)
-        return seen
-
     def _asked(self, peer: RankInfo) -> tuple[tuple[Frame, ...], bool]:
         """The stack of a peer's main thread, and whether something holds its GIL in native code."""
         armed = traceback_signal.armed_in(peer.pid)
@@ -441,7 +321,7 @@ class RankProbe:
         return replace(found, memory_growth_bytes_per_s=grows, swap_growth_bytes_per_s=swaps)
 
     def _workers(self) -> tuple[ProcessFacts, ...]:
-        workers = [look_at(pid) for pid in child_processes(besides=[peer.pid for peer in self.peers])]
+        workers = [look_at(pid) for pid in child_processes(besides=[peer.pid for peer in self.peers.known])]
         for index, seen in enumerate(workers[:_WORKERS_ASKED]):
             if self._armed is not None:
                 stack = traceback_signal.ask(seen.pid, self._armed, owner=self.info.pid)

@@ -24,7 +24,8 @@ from lightning_ncclsafe.guard.thresholds import limits_words
 from lightning_ncclsafe.loggers.offload import drain_all, live_facts
 from lightning_ncclsafe.probes.process import stacks
 from lightning_ncclsafe.probes.process.caught import CaughtExceptions
-from lightning_ncclsafe.probes.rank import RankInfo, RankProbe
+from lightning_ncclsafe.probes.rank import RankProbe
+from lightning_ncclsafe.probes.rank_info import RankInfo
 from lightning_ncclsafe.probes.trainer.actions import SAVE, ActionTracker
 from lightning_ncclsafe.probes.trainer.state import TrainerProbe
 from lightning_ncclsafe.probes.trainer.steps import StepRecord

@@ -21,7 +21,7 @@ from lightning_ncclsafe.errors import CollectiveTimeoutError
 from lightning_ncclsafe.exchange import DirectoryExchange, MemoryExchange, SharedMemory
 from lightning_ncclsafe.guard import ending
 from lightning_ncclsafe.guard.ending import EXIT_CODE, Ending
-from lightning_ncclsafe.probes.rank import RankInfo
+from lightning_ncclsafe.probes.rank_info import RankInfo
 
 
 class Exited(BaseException):

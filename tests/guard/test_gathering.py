@@ -25,7 +25,7 @@ from lightning_ncclsafe.facts import (
 from lightning_ncclsafe.guard import gathering
 from lightning_ncclsafe.guard.gathering import Gathering, report_deadline_s
 from lightning_ncclsafe.guard.reporter import Verdict
-from lightning_ncclsafe.probes.rank import RankInfo, info_key
+from lightning_ncclsafe.probes.rank_info import RankInfo, info_key
 
 INCIDENT = Incident(number=1, kind=IncidentKind.SUSPECT, opened_by=0)
 

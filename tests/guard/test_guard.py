@@ -17,7 +17,7 @@ from lightning_ncclsafe.guard import ended_run, leaving
 from lightning_ncclsafe.guard.guard import Guard
 from lightning_ncclsafe.guard.leaving import Leaving
 from lightning_ncclsafe.guard.shared import IncidentEntry, IncidentLog, Place
-from lightning_ncclsafe.probes.rank import RankInfo
+from lightning_ncclsafe.probes.rank_info import RankInfo
 from lightning_ncclsafe.report.folder import IncidentNumbers
 from lightning_ncclsafe.rules.kit.activity import activity
 from lightning_ncclsafe.settings import Limits
@@ -525,14 +525,14 @@ def test_a_rank_whose_run_is_ended_leaves_after_the_one_that_has_failed(
     states = iter(["running", "running", "zombie"])
     asked: list[int] = []
 
-    def look_at_peer(peer: RankInfo) -> ProcessFacts:
+    def look_at(peer: RankInfo) -> ProcessFacts:
         asked.append(peer.rank)
         return ProcessFacts(pid=peer.pid, rank=peer.rank, state=next(states))
 
     wait_on_all_but(job, 1)
     job.start()
     job.guards[1].failed(ValueError("the batch is broken"))
-    job.probes[0].look_at_peer = look_at_peer  # type: ignore[method-assign]
+    job.probes[0].peers.look_at = look_at  # type: ignore[method-assign]
     error = job.guards[0].failed(RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer"))
     assert isinstance(error, CollectiveTimeoutError)
     assert asked == [1, 1, 1]
@@ -546,13 +546,13 @@ def test_a_rank_that_still_waits_is_ended_after_the_one_that_has_failed(
     monkeypatch.setattr(ended_run, "_FAILED_LEAVE_S", 60.0)
     was_asked, has_left = threading.Event(), threading.Event()
 
-    def look_at_peer(peer: RankInfo) -> ProcessFacts:
+    def look_at(peer: RankInfo) -> ProcessFacts:
         was_asked.set()
         return ProcessFacts(pid=peer.pid, rank=peer.rank, state="zombie" if has_left.is_set() else "running")
 
     wait_on_all_but(job, 1)
     job.start()
-    job.probes[0].look_at_peer = look_at_peer  # type: ignore[method-assign]
+    job.probes[0].peers.look_at = look_at  # type: ignore[method-assign]
     job.guards[1].failed(ValueError("the batch is broken"))
     assert was_asked.wait(20)
     assert 0 not in job.ended
@@ -567,11 +567,11 @@ def test_a_rank_whose_wait_breaks_as_the_failed_one_leaves_is_not_ended(make_job
     state = job.guards[0]._own.state
     assert wait_for(lambda: state.verdict, deadline_s=20.0)
 
-    def look_at_peer(peer: RankInfo) -> ProcessFacts:
+    def look_at(peer: RankInfo) -> ProcessFacts:
         state.main_thread_left.set()
         return ProcessFacts(pid=peer.pid, rank=peer.rank, state="zombie")
 
-    job.probes[0].look_at_peer = look_at_peer  # type: ignore[method-assign]
+    job.probes[0].peers.look_at = look_at  # type: ignore[method-assign]
     job.guards[0]._leaving._ended_run.end()
     assert state.main_thread_left.is_set()
     assert 0 not in job.ended

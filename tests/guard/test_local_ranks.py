@@ -13,7 +13,7 @@ from lightning_ncclsafe.facts import ProcessFacts, codec
 from lightning_ncclsafe.guard import local_ranks as module
 from lightning_ncclsafe.guard.local_ranks import LocalRanks
 from lightning_ncclsafe.guard.shared import Place
-from lightning_ncclsafe.probes.rank import RankInfo, info_key
+from lightning_ncclsafe.probes.rank_info import RankInfo, info_key
 
 
 class Host:
@@ -26,15 +26,21 @@ class Host:
         self.searches = 0
         self.search_s = 0.0
         self.looks: list[int] = []
-        self.info = RankInfo(rank=4, host="node", pid=os.getpid())
-        self.peers: tuple[RankInfo, ...] = ()
+        self.known: tuple[RankInfo, ...] = ()
         self.neighbours = self.local_ranks()
 
     def local_ranks(
         self, *, find: Callable[[str], dict[int, int]] | None = None, met: dict[int, RankInfo] | None = None
     ) -> LocalRanks:
         place = Place(rank=4, local_rank=1, world_size=6, local_world_size=3, master_port="29500")
-        return LocalRanks(place, self, find=find or self.find, clock=lambda: self.now_s, met=met)  # type: ignore[arg-type]
+        return LocalRanks(
+            place,
+            self,  # type: ignore[arg-type]
+            host="node",
+            find=find or self.find,
+            clock=lambda: self.now_s,
+            met=met,
+        )
 
     def find(self, master_port: str) -> dict[int, int]:
         assert master_port == "29500"
@@ -42,7 +48,7 @@ class Host:
         self.now_s += self.search_s
         return dict(self.pids)
 
-    def look_at_peer(self, peer: RankInfo) -> ProcessFacts:
+    def look_at(self, peer: RankInfo) -> ProcessFacts:
         self.looks.append(peer.rank)
         return ProcessFacts(pid=peer.pid, rank=peer.rank, state=self.states.get(peer.pid, "running"))
 
@@ -68,7 +74,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
 def test_they_are_found_by_their_environment_and_have_no_guard(host: Host) -> None:
     host.pids = {0: 70, 1: os.getpid(), 2: 72, 3: 99}
     host.neighbours.search()
-    assert host.peers == (
+    assert host.known == (
         RankInfo(rank=3, host="node", pid=70, started=1070.0, has_guard=False),
         RankInfo(rank=5, host="node", pid=72, started=1072.0, has_guard=False),
     )
@@ -77,18 +83,18 @@ def test_they_are_found_by_their_environment_and_have_no_guard(host: Host) -> No
 def test_in_a_later_call_of_the_trainer_they_are_known_before_they_come_to_it(host: Host) -> None:
     peers = {rank: RankInfo(rank=rank, host="node", pid=70 + rank) for rank in (3, 5)}
     host.local_ranks(met=peers)
-    assert [(peer.rank, peer.pid, peer.has_guard) for peer in host.peers] == [(3, 73, False), (5, 75, False)]
+    assert [(peer.rank, peer.pid, peer.has_guard) for peer in host.known] == [(3, 73, False), (5, 75, False)]
     exchange, met = MemoryExchange(), {3: RankInfo(rank=3, host="node", pid=7)}
     for rank, peer in peers.items():
         exchange.set(info_key(rank), codec.encode(peer))
     host.local_ranks(met=met).meet(exchange)
-    assert met == peers and [peer.has_guard for peer in host.peers] == [True, True]
+    assert met == peers and [peer.has_guard for peer in host.known] == [True, True]
 
 
 def test_one_that_ends_while_it_is_found_is_left_out(host: Host) -> None:
     host.pids = {0: 7, 2: 72}
     host.neighbours.search()
-    assert [peer.rank for peer in host.peers] == [5]
+    assert [peer.rank for peer in host.known] == [5]
 
 
 def test_nobody_is_looked_for_in_the_first_moments(host: Host) -> None:
@@ -128,7 +134,7 @@ def test_one_that_was_there_and_is_not_replaced_is_lost(host: Host, state: str) 
     assert not host.tick()
     assert host.tick()
     # Whom the report is about.
-    assert [(peer.rank, peer.pid) for peer in host.peers] == [(3, 70), (5, 72)]
+    assert [(peer.rank, peer.pid) for peer in host.known] == [(3, 70), (5, 72)]
 
 
 def test_one_that_was_started_again_is_not_lost(host: Host) -> None:
@@ -139,7 +145,7 @@ def test_one_that_was_started_again_is_not_lost(host: Host) -> None:
     assert not host.tick()
     host.pids = {0: 75, 2: 72}
     assert not any(host.tick() for _ in range(3))
-    assert [peer.pid for peer in host.peers] == [75, 72]
+    assert [peer.pid for peer in host.known] == [75, 72]
 
 
 def test_one_that_never_came_is_not_lost(host: Host) -> None:
@@ -152,9 +158,9 @@ def test_what_cannot_be_seen_hurts_nobody(host: Host, monkeypatch: pytest.Monkey
         raise psutil.AccessDenied(70)
 
     host.pids = {0: 70, 2: 72}
-    monkeypatch.setattr(host, "look_at_peer", forbidden)
+    monkeypatch.setattr(host, "look_at", forbidden)
     assert not any(host.tick() for _ in range(3))
-    assert [peer.pid for peer in host.peers] == [70, 72]
+    assert [peer.pid for peer in host.known] == [70, 72]
 
 
 def test_once_they_have_met_their_cards_count_and_nobody_is_searched_for(host: Host) -> None:
@@ -168,14 +174,14 @@ def test_once_they_have_met_their_cards_count_and_nobody_is_searched_for(host: H
     exchange.set("info/3", codec.encode(left[3]))
     host.neighbours.meet(exchange)
     assert not host.neighbours.has_lost and not host.neighbours.wait_until_met(0.0)
-    assert [peer.pid for peer in host.peers] == [70, 72]
+    assert [peer.pid for peer in host.known] == [70, 72]
     exchange.set("info/5", codec.encode(left[5]))
     host.neighbours.meet(exchange)
-    assert host.peers == (left[3], left[5]) and host.neighbours.wait_until_met(0.0)
+    assert host.known == (left[3], left[5]) and host.neighbours.wait_until_met(0.0)
     searches = host.searches
     host.neighbours.search()
     host.tick()
-    assert (host.searches, host.peers) == (searches, (left[3], left[5]))
+    assert (host.searches, host.known) == (searches, (left[3], left[5]))
 
 
 def test_a_card_of_another_host_is_none_of_a_neighbour(host: Host) -> None:
@@ -183,7 +189,7 @@ def test_a_card_of_another_host_is_none_of_a_neighbour(host: Host) -> None:
     exchange.set("info/3", codec.encode(RankInfo(rank=3, host="node", pid=1)))
     exchange.set("info/5", codec.encode(RankInfo(rank=5, host="container-2", pid=1)))
     host.neighbours.meet(exchange)
-    assert [peer.rank for peer in host.peers] == [3]
+    assert [peer.rank for peer in host.known] == [3]
 
 
 def test_a_search_that_does_not_end_is_left_behind(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,10 +206,10 @@ def test_a_search_that_does_not_end_is_left_behind(host: Host, monkeypatch: pyte
     try:
         for _ in range(2):
             neighbours.search()
-            assert host.peers == ()
+            assert host.known == ()
         assert host.searches == 1
     finally:
         answers.set()
     join_own_threads("search")
     neighbours.search()
-    assert [peer.pid for peer in host.peers] == [70]
+    assert [peer.pid for peer in host.known] == [70]

@@ -60,7 +60,8 @@ class Rank:
             phase_kind=lambda: (PhaseKind(phase=Phase.TRAIN, per_batch=True), 7),
             say=print,
         )
-        self.detector = StuckDetector(own, LocalRanks(place, self.probe), lambda: None)  # type: ignore[arg-type]
+        local_ranks = LocalRanks(place, self.probe.peers, host="node")  # type: ignore[arg-type]
+        self.detector = StuckDetector(own, local_ranks, lambda: None)
 
     def recovers(self, *idle_s: float) -> list[float | None]:
         """For each of these ticks of the watchdog, the length of the standstill that the rank reports as over."""

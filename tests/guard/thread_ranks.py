@@ -21,7 +21,7 @@ from lightning_ncclsafe.facts import (
 from lightning_ncclsafe.facts.phase_kinds import PhaseKind
 from lightning_ncclsafe.guard.guard import Guard
 from lightning_ncclsafe.guard.shared import Place
-from lightning_ncclsafe.probes.rank import RankInfo
+from lightning_ncclsafe.probes.rank_info import RankInfo
 from lightning_ncclsafe.report.folder import IncidentNumbers
 from lightning_ncclsafe.settings import Limits
 
@@ -33,13 +33,26 @@ EVALUATE = Frame(
 )
 
 
+class HandMadePeers:
+    """The other ranks of its host: as long as they answer, they run, and those that are silent are stopped."""
+
+    def __init__(self) -> None:
+        self.known: tuple[RankInfo, ...] = ()
+
+    def look_at(self, peer: RankInfo) -> ProcessFacts:
+        return ProcessFacts(pid=peer.pid, rank=peer.rank, state="running")
+
+    def witness(self, silent: object) -> list[ProcessFacts]:
+        return [ProcessFacts(pid=peer.pid, rank=peer.rank, state="stopped") for peer in silent]  # type: ignore[attr-defined]
+
+
 class HandMadeProbe:
     """A rank whose facts are set by hand."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank, world_size
         self.info = RankInfo(rank=rank, host="node", pid=1000 + rank)
-        self.peers: tuple[RankInfo, ...] = ()
+        self.peers = HandMadePeers()
         self.exception: ExceptionFacts | None = None
         self.finished = False
         self.batch = 0
@@ -80,9 +93,6 @@ class HandMadeProbe:
 
     look = snapshot
 
-    def witness(self, silent: object) -> list[ProcessFacts]:
-        return [ProcessFacts(pid=peer.pid, rank=peer.rank, state="stopped") for peer in silent]  # type: ignore[attr-defined]
-
     def note_memory(self) -> None:
         pass
 
@@ -94,9 +104,6 @@ class HandMadeProbe:
 
     def forget_place(self) -> None:
         pass
-
-    def look_at_peer(self, peer: RankInfo) -> ProcessFacts:
-        return ProcessFacts(pid=peer.pid, rank=peer.rank, state="running")
 
     def close(self) -> None:
         self.closed = True

@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -35,11 +34,11 @@ from lightning_ncclsafe.facts import (
 from lightning_ncclsafe.probes import rank
 from lightning_ncclsafe.probes.host.resources import HostProbe
 from lightning_ncclsafe.probes.process import flight_recorder, stacks, traceback_signal
-from lightning_ncclsafe.probes.process.crash_traces import CrashTrace, CrashTraces
-from lightning_ncclsafe.probes.process.growth import LEAST_S, MemoryGrowth
+from lightning_ncclsafe.probes.process.growth import MemoryGrowth
 from lightning_ncclsafe.probes.process.main_thread import ThreadLook
 from lightning_ncclsafe.probes.process.traceback_signal import Armed
-from lightning_ncclsafe.probes.rank import RankInfo, RankProbe
+from lightning_ncclsafe.probes.rank import RankProbe
+from lightning_ncclsafe.probes.rank_info import RankInfo
 from lightning_ncclsafe.probes.trainer.actions import ActionTracker
 from lightning_ncclsafe.probes.trainer.state import TrainerProbe
 from lightning_ncclsafe.probes.trainer.steps import StepRecord
@@ -256,7 +255,7 @@ def test_an_exception_has_its_source_line(probe: RankProbe) -> None:
 def test_peers_are_examined_and_are_not_workers(probe: RankProbe, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[list[int]] = []
     monkeypatch.setattr(rank, "child_processes", lambda besides: asked.append(list(besides)) or [])
-    probe.peers = (RankInfo(rank=5, host="h", pid=os.getpid(), started=probe.info.started),)
+    probe.peers.known = (RankInfo(rank=5, host="h", pid=os.getpid(), started=probe.info.started),)
     facts = probe.look(0.0, deadline_s=AMPLE_S)
     assert [(peer.rank, peer.pid) for peer in facts.peers] == [(5, os.getpid())]
     assert facts.peers[0].state in ("running", "sleeping")
@@ -274,21 +273,6 @@ def test_only_four_workers_are_asked_for_their_stacks(probe: RankProbe, monkeypa
 
 
 ARMED = Armed(python_signum=61, c_signum=60, fd=9)
-
-
-@pytest.mark.parametrize(
-    ("state", "is_asked"), [("sleeping", True), ("running", True), ("stopped", False), ("gone", False)]
-)
-def test_only_a_running_silent_peer_is_asked_for_its_stack(
-    probe: RankProbe, monkeypatch: pytest.MonkeyPatch, state: str, is_asked: bool
-) -> None:
-    frame = stacks.main_thread_stack()[-1]
-    monkeypatch.setattr(rank, "look_at", lambda pid, rank, started: ProcessFacts(pid=pid, rank=rank, state=state))
-    monkeypatch.setattr(traceback_signal, "armed_in", lambda pid: ARMED)
-    monkeypatch.setattr(traceback_signal, "ask", lambda pid, armed: (frame,))
-    (seen,) = probe.witness([RankInfo(rank=1, host="h", pid=77)])
-    assert (seen.rank, seen.pid, seen.state) == (1, 77, state)
-    assert bool(seen.stack) == is_asked
 
 
 @pytest.mark.parametrize(
@@ -318,10 +302,8 @@ def test_the_gil_is_held_if_the_guard_waits_for_it_in_vain(
     gil_held: bool,
     has_guard: bool,
 ) -> None:
-    monkeypatch.setattr(rank, "LEAST_S", 0.0)
     line = Frame(file="/home/me/train.py", line=9, function="training_step", user=True)
     waits = iter(guard_waits)
-    monkeypatch.setattr(rank, "look_at", lambda pid, rank, started: ProcessFacts(pid=pid, rank=rank, state=state))
     looks = (ThreadLook(state=state, ran_s=ran_s) for ran_s in itertools.accumulate(itertools.repeat(runs_s)))
     monkeypatch.setattr(rank, "look_at_main_thread", lambda pid: next(looks))
     monkeypatch.setattr(rank, "waits_for_gil", lambda pid, threads: next(waits) and (pid, threads) == (77, (79, 80)))
@@ -329,93 +311,23 @@ def test_the_gil_is_held_if_the_guard_waits_for_it_in_vain(
     monkeypatch.setattr(traceback_signal, "armed_in", lambda pid: ARMED)
     monkeypatch.setattr(traceback_signal, "ask", lambda pid, armed: (line,))
     peer = RankInfo(rank=1, host="h", pid=77, guard_threads=(79, 80), has_guard=has_guard)
-    (seen,) = probe.witness([peer])
-    assert (seen.stack, seen.gil_held) == ((line,), gil_held and has_guard)
+    assert probe._asked(peer) == ((line,), gil_held and has_guard)
     monkeypatch.setattr(traceback_signal, "ask", lambda pid, armed: ())
     waits = itertools.repeat(True)
-    (seen,) = probe.witness([peer])
-    assert not seen.gil_held, "the line is not known"
+    assert probe._asked(peer) == ((), False), "the line is not known"
 
 
 @pytest.mark.parametrize("another_runs", [False, True])
 def test_a_main_thread_that_sleeps_does_not_hold_the_gil_if_another_thread_runs(
     probe: RankProbe, monkeypatch: pytest.MonkeyPatch, another_runs: bool
 ) -> None:
-    monkeypatch.setattr(rank, "LEAST_S", 0.0)
     line = Frame(file="/home/me/train.py", line=9, function="training_step", user=True)
-    monkeypatch.setattr(rank, "look_at", lambda pid, rank, started: ProcessFacts(pid=pid, rank=rank, state="sleeping"))
     monkeypatch.setattr(rank, "look_at_main_thread", lambda pid: ThreadLook(state="sleeping", ran_s=1.0))
     monkeypatch.setattr(rank, "waits_for_gil", lambda pid, threads: True)
     monkeypatch.setattr(rank, "another_thread_runs", lambda pid: another_runs)
     monkeypatch.setattr(traceback_signal, "armed_in", lambda pid: ARMED)
     monkeypatch.setattr(traceback_signal, "ask", lambda pid, armed: (line,))
-    (seen,) = probe.witness([RankInfo(rank=1, host="h", pid=77, has_guard=True)])
-    assert (seen.stack, seen.gil_held) == ((line,), not another_runs)
-
-
-@pytest.mark.parametrize(
-    ("traced", "seen", "ended_by"),
-    [
-        ("SIGABRT", "SIGSEGV", "SIGABRT"),
-        ("", "SIGSEGV", "SIGSEGV"),
-        ("SIGSEGV", "", "SIGSEGV"),
-        ("", "SIGKILL", "SIGKILL"),
-    ],
-)
-def test_an_abort_that_crashes_as_it_writes_its_trace_is_an_abort(
-    probe: RankProbe, monkeypatch: pytest.MonkeyPatch, traced: str, seen: str, ended_by: str
-) -> None:
-    monkeypatch.setattr(CrashTraces, "of", lambda self, pid: CrashTrace(traced, ()))
-    zombie = ProcessFacts(pid=77, rank=1, state="zombie", ended_by=seen)
-    monkeypatch.setattr(rank, "look_at", lambda pid, rank, started: zombie)
-    assert probe.look_at_peer(RankInfo(rank=1, host="h", pid=77)).ended_by == ended_by
-
-
-def grown(monkeypatch: pytest.MonkeyPatch, *looks: ProcessFacts) -> None:
-    """Every look at a peer sees the next of these."""
-    left = list(looks)
-    monkeypatch.setattr(rank, "look_at", lambda pid, rank, started: left.pop(0))
-
-
-def test_a_silent_peer_is_sampled_twice_for_its_growth(probe: RankProbe, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = ProcessFacts(pid=77, rank=1, state="disk-sleep", rss_bytes=5_000_000_000, swap_bytes=0)
-    grown(monkeypatch, seen, replace(seen, rss_bytes=5_100_000_000, swap_bytes=10_000_000))
-    began_s = time.monotonic()
-    (facts,) = probe.witness([RankInfo(rank=1, host="h", pid=77)])
-    took_s = time.monotonic() - began_s
-    assert took_s >= LEAST_S
-    assert facts.rss_bytes == 5_100_000_000
-    assert facts.memory_growth_bytes_per_s is not None and facts.swap_growth_bytes_per_s is not None
-    # Of the time between the two looks, which is a part of all that it took.
-    assert 100_000_000 / took_s <= facts.memory_growth_bytes_per_s <= 100_000_000 / LEAST_S
-    assert 10_000_000 / took_s <= facts.swap_growth_bytes_per_s <= 10_000_000 / LEAST_S
-
-
-def test_growth_is_known_on_a_slow_host(probe: RankProbe, monkeypatch: pytest.MonkeyPatch) -> None:
-    look = rank.look_at_main_thread
-
-    def look_slowly(pid: int) -> ThreadLook:
-        time.sleep(0.3)  # Stands for a busy host.
-        return look(pid)
-
-    monkeypatch.setattr(rank, "look_at_main_thread", look_slowly)
-    seen = ProcessFacts(pid=77, rank=1, state="disk-sleep", rss_bytes=5_000_000_000, swap_bytes=0)
-    grown(monkeypatch, seen, replace(seen, rss_bytes=5_100_000_000))
-    (facts,) = probe.witness([RankInfo(rank=1, host="h", pid=77)])
-    assert facts.memory_growth_bytes_per_s is not None
-
-
-def test_a_peer_sampled_before_needs_no_wait(probe: RankProbe, monkeypatch: pytest.MonkeyPatch) -> None:
-    now_s = 0.0
-    monkeypatch.setattr(probe, "_growth", MemoryGrowth(clock=lambda: now_s))
-    monkeypatch.setattr(rank.time, "sleep", lambda _: pytest.fail("it waits"))
-    seen = ProcessFacts(pid=77, rank=1, state="disk-sleep", rss_bytes=5_000_000_000)
-    grown(monkeypatch, seen, replace(seen, rss_bytes=5_100_000_000), ProcessFacts(pid=78, rank=2, state="gone"))
-    peers = [RankInfo(rank=1, host="h", pid=77), RankInfo(rank=2, host="h", pid=78)]
-    probe.look_at_peer(peers[0])
-    now_s = 2.0
-    facts, gone = probe.witness(peers)
-    assert (facts.memory_growth_bytes_per_s, gone.state) == (50_000_000, "gone")
+    assert probe._asked(RankInfo(rank=1, host="h", pid=77)) == ((line,), not another_runs)
 
 
 def test_own_growth_is_known_after_noting_memory(probe: RankProbe, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -436,13 +348,11 @@ def test_own_growth_is_known_after_noting_memory(probe: RankProbe, monkeypatch: 
 
 
 def test_a_peer_without_a_signal_is_not_asked(probe: RankProbe, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank, "LEAST_S", 0.0)
     monkeypatch.setattr(traceback_signal, "armed_in", lambda _: None)
     monkeypatch.setattr(
         traceback_signal, "ask", lambda *_: pytest.fail("it would die of a signal that it does not handle")
     )
-    (seen,) = probe.witness([RankInfo(rank=1, host="h", pid=os.getpid())])
-    assert (seen.state, seen.gil_held) == ("running", False)
+    assert probe._asked(RankInfo(rank=1, host="h", pid=os.getpid())) == ((), False)
 
 
 def test_the_position_changes_with_the_hooks(probe: RankProbe) -> None:

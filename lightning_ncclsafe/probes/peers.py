@@ -1,0 +1,133 @@
+"""The other ranks of this host, as one rank sees them from outside, while they answer, are silent, or have ended."""
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+from lightning_ncclsafe.code.side_thread import OWN_THREADS
+from lightning_ncclsafe.facts import ANSWERING, ENDED, GONE, Frame, ProcessFacts
+from lightning_ncclsafe.probes.host.resources import look_at, signal_name
+from lightning_ncclsafe.probes.process import stacks
+from lightning_ncclsafe.probes.process.crash_traces import CrashTraces
+from lightning_ncclsafe.probes.process.growth import LEAST_S, MemoryGrowth, needs_second_look, with_core_shares
+from lightning_ncclsafe.probes.process.main_thread import look_at_main_thread
+from lightning_ncclsafe.probes.rank_info import RankInfo
+
+# Two looks are timed separately from the looks themselves.
+_SLACK_S = 0.01
+# How many peers are asked at a time.
+_AT_ONCE = 8
+
+
+class Peers:
+    """Looks at other ranks of this host, and asks those that are silent.
+
+    Args:
+        ask: Asks a peer for the stack of its main thread, and whether something holds its GIL in native code.
+        growth: The memory of processes as it was seen before.
+        launched: The exit codes of ranks that this process has launched and waited for, by process id; negative for
+            a signal.
+        look_at: Gives what the kernel shows of a process.
+    """
+
+    def __init__(
+        self,
+        *,
+        ask: Callable[[RankInfo], tuple[tuple[Frame, ...], bool]],
+        growth: MemoryGrowth,
+        launched: Callable[[], Mapping[int, int]] = dict,
+        look_at: Callable[..., ProcessFacts] = look_at,
+    ) -> None:
+        self._ask = ask
+        self._growth = growth
+        self._launched = launched
+        self._look_at = look_at
+        self._crash_traces = CrashTraces()
+        self._known: tuple[RankInfo, ...] = ()
+
+    @property
+    def known(self) -> tuple[RankInfo, ...]:
+        """The known ranks of this host besides this one."""
+        return self._known
+
+    @known.setter
+    def known(self, peers: tuple[RankInfo, ...]) -> None:
+        self._known = peers
+        self._crash_traces.hold(peer.pid for peer in peers)
+
+    def close(self) -> None:
+        """Closes what is open of other processes."""
+        self._crash_traces.close()
+
+    def look(self) -> tuple[ProcessFacts, ...]:
+        """All known ranks, as :meth:`look_at` sees them."""
+        return tuple(map(self.look_at, self._known))
+
+    def look_at(self, peer: RankInfo) -> ProcessFacts:
+        """A rank of this host as seen from outside, with its growth since the look before.
+
+        If its process has ended: what it wrote last.
+        """
+        self._crash_traces.hold([peer.pid])
+        seen = self._look_at(peer.pid, rank=peer.rank, started=peer.started or None)
+        if (raised := self._crash_traces.raised(peer.pid)) is not None:
+            seen = replace(seen, raised=replace(raised, stack=stacks.with_source(raised.stack)))
+        if seen.state in ENDED:
+            return self._ended(seen)
+        grows, swaps = self._growth.measure(peer.pid, seen.rss_bytes, seen.swap_bytes)
+        return replace(seen, memory_growth_bytes_per_s=grows, swap_growth_bytes_per_s=swaps)
+
+    def _ended(self, seen: ProcessFacts) -> ProcessFacts:
+        """Adds how it ended: according to the kernel, its launcher, or its own crash trace."""
+        ended_by, stack, said, thread_stack = self._crash_traces.of(seen.pid)
+        code = self._launched().get(seen.pid) if seen.state == GONE else None
+        if code is not None:
+            seen = replace(seen, ended_by=signal_name(-code) if code < 0 else "", exit_code=code if code >= 0 else None)
+        # A process that aborts may crash while it writes its trace.
+        seen_by = "" if (ended_by, seen.ended_by) == ("SIGABRT", "SIGSEGV") else seen.ended_by
+        ended_by = seen_by or (ended_by if seen.exit_code is None else "")
+        said = said if ended_by in ("", "SIGABRT") and seen.exit_code is None else ""
+        own, others = stacks.with_source_in_time(stack), stacks.with_source_in_time(thread_stack)
+        last = self._crash_traces.last_seen(seen.pid)
+        if last is not None:
+            last = replace(last, stack=stacks.with_source_in_time(last.stack))
+        return replace(seen, ended_by=ended_by, stack=own, thread_stack=others, said=said, last_seen=last)
+
+    def witness(self, silent: Iterable[RankInfo]) -> list[ProcessFacts]:
+        """Ranks of this host that do not answer, as seen from outside, with their stacks if they run.
+
+        Takes 0.5 s if their growth is not known yet, or they run, and up to 0.8 s for them to answer signals.
+        """
+        peers, began_s = list(silent), time.monotonic()
+        turns = [look_at_main_thread(peer.pid) for peer in peers]
+        seen = self._witness(peers)
+        unknown = [facts for facts in seen if facts.rss_bytes is not None and needs_second_look(facts)]
+        if unknown:
+            time.sleep(LEAST_S + _SLACK_S)  # since the last of them was seen: on a busy host, looking takes time
+        again = [self.look_at(peer) if facts in unknown else facts for peer, facts in zip(peers, seen, strict=True)]
+        span_s = time.monotonic() - began_s
+        return [
+            with_core_shares(
+                replace(now, stack=then.stack or now.stack, gil_held=then.gil_held),
+                turn,
+                look_at_main_thread(now.pid),
+                span_s,
+            )
+            for now, then, turn in zip(again, seen, turns, strict=True)
+        ]
+
+    def _witness(self, peers: Sequence[RankInfo]) -> list[ProcessFacts]:
+        seen = [self.look_at(peer) for peer in peers]
+        running = [peer for peer, facts in zip(peers, seen, strict=True) if facts.state in ANSWERING]
+        if not running:
+            return seen
+        # At the same time, as each takes a while to answer.
+        with ThreadPoolExecutor(min(len(running), _AT_ONCE), thread_name_prefix=f"{OWN_THREADS}witness") as pool:
+            answers = dict(zip(running, pool.map(self._ask, running), strict=True))
+        for index, peer in enumerate(peers):
+            stack, gil_held = answers.get(peer, ((), False))
+            if stack:
+                now = self.look_at(peer)
+                seen[index] = replace(now, stack=stacks.with_source_in_time(stack), gil_held=gil_held)
+        return seen
