@@ -54,6 +54,7 @@ from lightning_ncclsafe.probes.process.last_seen import LastSeenFile
 from lightning_ncclsafe.probes.process.main_thread import (
     another_thread_runs,
     look_at_main_thread,
+    other_threads_ran_s,
     thread_ran_s,
     waits_for_gil,
 )
@@ -78,7 +79,7 @@ _RUNS_S = 0.01
 _MOST_READS = 3
 # How often a peer is looked at again, as its guard may have had a turn meanwhile.
 _LOOKS_AFTERWARDS = 3
-# How often a peer is looked at until its main thread has run for long enough.
+# How often a peer is looked at until its main thread has run for long enough, or has slept all the time.
 _MOST_LOOKS = 3
 # How many peers are asked at a time.
 _AT_ONCE = 8
@@ -401,30 +402,35 @@ class RankProbe:
             return (), False
         is_held, slept = self._holds_gil(peer)
         stack = traceback_signal.ask(peer.pid, armed)
-        # The signal ends a sleep in native code. Where native code calls Python's handler, other threads have a turn.
-        is_held = is_held and bool(stack) and (slept or any(self._holds_gil(peer)[0] for _ in range(_LOOKS_AFTERWARDS)))
-        return stack, is_held
+        if not (is_held and stack) or slept:  # the signal ends a sleep in native code
+            return stack, is_held and bool(stack)
+        for _ in range(_LOOKS_AFTERWARDS):
+            if self._holds_gil(peer)[0]:
+                # It may have answered between two calls of native code, such as collections of garbage.
+                return traceback_signal.ask(peer.pid, armed) or stack, True
+            # Where native code calls Python's handler, other threads have a turn.
+        return stack, False
 
     def _holds_gil(self, peer: RankInfo) -> tuple[bool, bool]:
         """Whether a thread of a peer holds the GIL in native code, and whether its main thread sleeps.
 
-        The guard waits for it in vain, while the main thread runs for long enough to release it, or sleeps. On a
-        starved host, it takes a few looks until the main thread has run for so long.
+        The guard waits for it in vain, while the main thread runs for long enough to release it, or sleeps and no other
+        thread works. On a starved host, it takes a few looks until the main thread has run for so long.
         """
         if not peer.has_guard:
             return False, False
-        ran_s = 0.0
+        ran_s, sleeps = 0.0, True
         for _ in range(_MOST_LOOKS):
-            before = look_at_main_thread(peer.pid)
+            before, others = look_at_main_thread(peer.pid), other_threads_ran_s(peer.pid)
             if not waits_for_gil(peer.pid, peer.guard_threads):
-                break
+                return False, False
             now = look_at_main_thread(peer.pid)
             ran_s += (now.ran_s or 0.0) - (before.ran_s or 0.0)
-            # Another thread that runs, or waits for a core, may be the one that holds it, and execute bytecode.
-            slept = now.is_interruptible and not ran_s and not another_thread_runs(peer.pid)
-            if slept or ran_s >= _SWITCHES_S:
-                return True, slept
-        return False, False
+            if ran_s >= _SWITCHES_S:
+                return True, False
+            # Another thread that works may be the one that holds it, and execute bytecode.
+            sleeps = sleeps and now.is_interruptible and not ran_s and not another_thread_runs(peer.pid, others)
+        return sleeps, sleeps
 
     def _host_facts(self) -> HostFacts:
         found = self._host.read()

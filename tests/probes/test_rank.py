@@ -21,7 +21,7 @@ from own_threads import own_threads
 from polling import until
 
 from lightning_ncclsafe.code.side_thread import SideThread, UnansweredError
-from lightning_ncclsafe.facts import Frame, Group, HostFacts, Phase, ProcessFacts, RankFacts
+from lightning_ncclsafe.facts import COLLECTOR, Frame, Group, HostFacts, Phase, ProcessFacts, RankFacts
 from lightning_ncclsafe.probes import rank
 from lightning_ncclsafe.probes.host.resources import HostProbe
 from lightning_ncclsafe.probes.process import flight_recorder, stacks, traceback_signal
@@ -251,7 +251,8 @@ def test_only_a_running_silent_peer_is_asked_for_its_stack(
     ("guard_waits", "state", "runs_s", "gil_held"),
     [
         pytest.param([True, True], "running", 0.05, True, id="computes-in-C"),
-        pytest.param([True], "sleeping", 0.0, True, id="slept-in-C-until-the-signal"),
+        pytest.param([True] * rank._MOST_LOOKS, "sleeping", 0.0, True, id="slept-in-C-until-the-signal"),
+        pytest.param([True, False], "sleeping", 0.0, False, id="sleeps-while-others-take-turns"),
         pytest.param([True, False, True], "running", 0.05, True, id="its-C-has-called-the-handler"),
         pytest.param([True, *[False] * rank._LOOKS_AFTERWARDS], "running", 0.05, False, id="has-returned-from-C"),
         pytest.param([True] * 4, "running", 0.011, True, id="computes-in-C-on-a-starved-host"),
@@ -281,7 +282,7 @@ def test_the_gil_is_held_if_the_guard_waits_for_it_in_vain(
     looks = (ThreadLook(state=state, ran_s=ran_s) for ran_s in itertools.accumulate(itertools.repeat(runs_s)))
     monkeypatch.setattr(rank, "look_at_main_thread", lambda pid: next(looks))
     monkeypatch.setattr(rank, "waits_for_gil", lambda pid, threads: next(waits) and (pid, threads) == (77, (79, 80)))
-    monkeypatch.setattr(rank, "another_thread_runs", lambda pid: False)
+    monkeypatch.setattr(rank, "another_thread_runs", lambda pid, before: False)
     monkeypatch.setattr(traceback_signal, "armed_in", lambda pid: ARMED)
     monkeypatch.setattr(traceback_signal, "ask", lambda pid, armed: (line,))
     peer = RankInfo(rank=1, host="h", pid=77, guard_threads=(79, 80), has_guard=has_guard)
@@ -293,6 +294,23 @@ def test_the_gil_is_held_if_the_guard_waits_for_it_in_vain(
     assert not seen.gil_held, "the line is not known"
 
 
+def test_a_peer_that_answers_between_two_collections_is_asked_again(
+    probe: RankProbe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank, "LEAST_S", 0.0)
+    line = Frame(file="/home/me/train.py", line=9, function="training_step", user=True)
+    collector = Frame(file=COLLECTOR, line=0, function="collect")
+    monkeypatch.setattr(rank, "look_at", lambda pid, rank, started: ProcessFacts(pid=pid, rank=rank, state="running"))
+    looks = (ThreadLook(state="running", ran_s=ran_s) for ran_s in itertools.count())
+    monkeypatch.setattr(rank, "look_at_main_thread", lambda pid: next(looks))
+    monkeypatch.setattr(rank, "waits_for_gil", lambda pid, threads: True)
+    monkeypatch.setattr(traceback_signal, "armed_in", lambda pid: ARMED)
+    answers = iter([(line,), (line, collector)])
+    monkeypatch.setattr(traceback_signal, "ask", lambda pid, armed: next(answers))
+    (seen,) = probe.witness([RankInfo(rank=1, host="h", pid=77)])
+    assert seen.stack == (line, collector)
+
+
 @pytest.mark.parametrize("another_runs", [False, True])
 def test_a_main_thread_that_sleeps_does_not_hold_the_gil_if_another_thread_runs(
     probe: RankProbe, monkeypatch: pytest.MonkeyPatch, another_runs: bool
@@ -302,7 +320,8 @@ def test_a_main_thread_that_sleeps_does_not_hold_the_gil_if_another_thread_runs(
     monkeypatch.setattr(rank, "look_at", lambda pid, rank, started: ProcessFacts(pid=pid, rank=rank, state="sleeping"))
     monkeypatch.setattr(rank, "look_at_main_thread", lambda pid: ThreadLook(state="sleeping", ran_s=1.0))
     monkeypatch.setattr(rank, "waits_for_gil", lambda pid, threads: True)
-    monkeypatch.setattr(rank, "another_thread_runs", lambda pid: another_runs)
+    runs = iter([False, another_runs, False])
+    monkeypatch.setattr(rank, "another_thread_runs", lambda pid, before: next(runs))
     monkeypatch.setattr(traceback_signal, "armed_in", lambda pid: ARMED)
     monkeypatch.setattr(traceback_signal, "ask", lambda pid, armed: (line,))
     (seen,) = probe.witness([RankInfo(rank=1, host="h", pid=77, has_guard=True)])
