@@ -17,6 +17,7 @@ from lightning_ncclsafe._torch import build
 from lightning_ncclsafe.code.side_thread import OWN_THREADS, SideThread, UnansweredError
 from lightning_ncclsafe.facts import (
     ANSWERING,
+    COLLECTOR,
     ENDED,
     GONE,
     ExceptionFacts,
@@ -36,6 +37,7 @@ from lightning_ncclsafe.probes.process import (
     child_waits,
     file_waits,
     flight_recorder,
+    garbage,
     lock_waits,
     stacks,
     thread_waits,
@@ -400,16 +402,14 @@ class RankProbe:
         armed = traceback_signal.armed_in(peer.pid)
         if armed is None:
             return (), False
+        collects = garbage.collects_garbage(peer.pid)
         is_held, slept = self._holds_gil(peer)
         stack = traceback_signal.ask(peer.pid, armed)
-        if not (is_held and stack) or slept:  # the signal ends a sleep in native code
-            return stack, is_held and bool(stack)
-        for _ in range(_LOOKS_AFTERWARDS):
-            if self._holds_gil(peer)[0]:
-                # It may have answered between two calls of native code, such as collections of garbage.
-                return traceback_signal.ask(peer.pid, armed) or stack, True
-            # Where native code calls Python's handler, other threads have a turn.
-        return stack, False
+        # The signal ends a sleep in native code. Where native code calls Python's handler, other threads have a turn.
+        is_held = is_held and bool(stack) and (slept or any(self._holds_gil(peer)[0] for _ in range(_LOOKS_AFTERWARDS)))
+        if stack and collects and garbage.collects_garbage(peer.pid):
+            stack = (*stack, Frame(file=COLLECTOR, line=0, function="collect"))
+        return stack, is_held
 
     def _holds_gil(self, peer: RankInfo) -> tuple[bool, bool]:
         """Whether a thread of a peer holds the GIL in native code, and whether its main thread sleeps.

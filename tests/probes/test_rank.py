@@ -24,7 +24,7 @@ from lightning_ncclsafe.code.side_thread import SideThread, UnansweredError
 from lightning_ncclsafe.facts import COLLECTOR, Frame, Group, HostFacts, Phase, ProcessFacts, RankFacts
 from lightning_ncclsafe.probes import rank
 from lightning_ncclsafe.probes.host.resources import HostProbe
-from lightning_ncclsafe.probes.process import flight_recorder, stacks, traceback_signal
+from lightning_ncclsafe.probes.process import flight_recorder, garbage, stacks, traceback_signal
 from lightning_ncclsafe.probes.process.crash_traces import CrashTrace, CrashTraces
 from lightning_ncclsafe.probes.process.growth import LEAST_S, MemoryGrowth
 from lightning_ncclsafe.probes.process.main_thread import ThreadLook
@@ -294,21 +294,20 @@ def test_the_gil_is_held_if_the_guard_waits_for_it_in_vain(
     assert not seen.gil_held, "the line is not known"
 
 
-def test_a_peer_that_answers_between_two_collections_is_asked_again(
-    probe: RankProbe, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("looks", "is_collecting"), [((True, True), True), ((True, False), False), ((False,), False)])
+def test_a_peer_that_collects_garbage_has_the_collector_on_its_stack(
+    probe: RankProbe, monkeypatch: pytest.MonkeyPatch, looks: tuple[bool, ...], is_collecting: bool
 ) -> None:
     monkeypatch.setattr(rank, "LEAST_S", 0.0)
     line = Frame(file="/home/me/train.py", line=9, function="training_step", user=True)
-    collector = Frame(file=COLLECTOR, line=0, function="collect")
     monkeypatch.setattr(rank, "look_at", lambda pid, rank, started: ProcessFacts(pid=pid, rank=rank, state="running"))
-    looks = (ThreadLook(state="running", ran_s=ran_s) for ran_s in itertools.count())
-    monkeypatch.setattr(rank, "look_at_main_thread", lambda pid: next(looks))
-    monkeypatch.setattr(rank, "waits_for_gil", lambda pid, threads: True)
+    answers = iter(looks)
+    monkeypatch.setattr(garbage, "collects_garbage", lambda pid: next(answers))
     monkeypatch.setattr(traceback_signal, "armed_in", lambda pid: ARMED)
-    answers = iter([(line,), (line, collector)])
-    monkeypatch.setattr(traceback_signal, "ask", lambda pid, armed: next(answers))
+    monkeypatch.setattr(traceback_signal, "ask", lambda pid, armed: (line,))
     (seen,) = probe.witness([RankInfo(rank=1, host="h", pid=77)])
-    assert seen.stack == (line, collector)
+    assert (seen.stack[-1].file == COLLECTOR) is is_collecting
+    assert seen.stack[0] == line
 
 
 @pytest.mark.parametrize("another_runs", [False, True])
