@@ -34,7 +34,7 @@ from lightning_ncclsafe.inspecting.objects import Interpreter, ReadException
 from lightning_ncclsafe.inspecting.sources import folder_of, from_storage, is_users_file, remember_sources, whole
 from lightning_ncclsafe.probes.process.caught import first_line, own_frames
 from lightning_ncclsafe.probes.process.stacks import with_source
-from lightning_ncclsafe.probes.process.syntax import syntax_tree
+from lightning_ncclsafe.probes.source.syntax import syntax_tree
 from lightning_ncclsafe.reading.tracebacks import is_consequence
 
 _SETTINGS = {

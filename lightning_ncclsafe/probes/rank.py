@@ -76,6 +76,9 @@ _NOTE_S = 2.0
 _SLACK_S = 0.01
 # What hangs in a call of the system does not run at all; on a host that is starved, everything runs a little.
 _RUNS_S = 0.01
+# Lines that are searched for in the user's source, and the facts that have them: a search that fails, or takes long,
+# loses nothing else.
+_SEARCHED = {"set_at": "trainer", "timeouts_at": "steps"}
 # What is read one after the other belongs together only if the rank has not continued meanwhile: otherwise its stack
 # shows a call that its recorder does not have. A rank that is at work continues again and again.
 _MOST_READS = 3
@@ -269,6 +272,8 @@ class RankProbe:
             "trainer": self._trainer.facts,
             "steps": lambda: self._steps.facts(error=error) if self._steps else None,
             "caught": lambda: self._caught.facts(idle_s, besides=facts.exception) if self._caught else None,
+            "set_at": self._trainer.set_at,
+            "timeouts_at": lambda: self._steps.timeouts_at() if self._steps else None,
             "failed_save": lambda: _sourced(self._steps.failed_save if self._steps else None),
             **({"exception": lambda: _sourced(facts.exception)} if facts.exception is not None else {}),
             "stack": lambda: stacks.with_source(facts.stack),
@@ -297,6 +302,10 @@ class RankProbe:
         done = dict(parts)
         late = [f"{name}: no answer in time" for name in slow if name not in done]
         found = {"collectives": located} | {name: value for name, value in done.items() if value is not None}
+        for lines, owner in _SEARCHED.items():
+            given = found.pop(lines, None)
+            if given and owner in found:
+                found[owner] = replace(found[owner], **{lines: given})
         gpu = self._gpu.read(ends_s - time.monotonic())
         found["machine"] = replace(machine, gpu=gpu)
         return replace(facts, **found, missing=(*missing, *late))

@@ -6,7 +6,7 @@ from textwrap import dedent
 import pytest
 
 from lightning_ncclsafe.facts import Decides
-from lightning_ncclsafe.probes.process.control_flow import Around, ControlFlow
+from lightning_ncclsafe.probes.source.control_flow import Around, ControlFlow
 
 
 def around(source: str) -> Around:

@@ -185,14 +185,14 @@ def test_what_the_users_objects_raise_is_no_failure() -> None:
 
 
 def test_a_source_that_cannot_be_read_in_time_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
-    goes_on, functions = threading.Event(), made_at.function_of
+    goes_on, scope_of = threading.Event(), made_at.scope_of
 
     def hangs(code: Any) -> Any:
         goes_on.wait(20)
-        return functions(code)
+        return scope_of(code)
 
     monkeypatch.setattr(made_at, "_MOST_S", 0.05)
-    monkeypatch.setattr(made_at, "function_of", hangs)
+    monkeypatch.setattr(made_at, "scope_of", hangs)
     assert data_made_at(Split(), "train_dataloader") == ""
     monkeypatch.setattr(made_at, "_MOST_S", 20.0)
     threading.Thread(target=goes_on.set, daemon=True).start()

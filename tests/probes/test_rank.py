@@ -14,14 +14,25 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import IO
+from typing import IO, Any
 
 import pytest
 from own_threads import own_threads
 from polling import until
 
 from lightning_ncclsafe.code.side_thread import SideThread, UnansweredError
-from lightning_ncclsafe.facts import COLLECTOR, Frame, Group, HostFacts, Phase, ProcessFacts, RankFacts
+from lightning_ncclsafe.facts import (
+    COLLECTOR,
+    Frame,
+    Group,
+    HostFacts,
+    Limited,
+    Phase,
+    ProcessFacts,
+    RankFacts,
+    TimeoutLine,
+    TrainerFacts,
+)
 from lightning_ncclsafe.probes import rank
 from lightning_ncclsafe.probes.host.resources import HostProbe
 from lightning_ncclsafe.probes.process import flight_recorder, garbage, stacks, traceback_signal
@@ -32,11 +43,24 @@ from lightning_ncclsafe.probes.process.traceback_signal import Armed
 from lightning_ncclsafe.probes.rank import RankInfo, RankProbe
 from lightning_ncclsafe.probes.trainer.actions import ActionTracker
 from lightning_ncclsafe.probes.trainer.state import TrainerProbe
+from lightning_ncclsafe.probes.trainer.steps import StepRecord
 
 # Nothing comes near it unless a test makes it.
 AMPLE_S = 20.0
 BEFORE_HOST_FACTS = [
-    *("trainer", "steps", "caught", "failed_save", "stack", "thread_stack", "collectives", "units", "loaders"),
+    *(
+        "trainer",
+        "steps",
+        "caught",
+        "set_at",
+        "timeouts_at",
+        "failed_save",
+        "stack",
+        "thread_stack",
+        "collectives",
+        "units",
+        "loaders",
+    ),
     *("loggers", "thread_lock", "awaited_thread", "peers"),
 ]
 AFTER_HOST_FACTS = ["file_lock", "held_locks", "awaited_file", "awaited_processes", "workers", "storage", "versions"]
@@ -197,6 +221,27 @@ def test_a_failing_probe_is_reported_and_the_others_run(probe: RankProbe, monkey
     )
     assert facts.host_facts == HostFacts()
     assert facts.versions["torch"]
+
+
+def test_a_search_in_the_source_that_fails_is_reported_and_loses_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    told, given = TrainerFacts(settings={"max_steps": "5"}), {"max_steps": ("/home/me/train.py:7 in main",)}
+    limit = TimeoutLine(place="/home/me/train.py:9 in main", call="new_group", limits=(Limited.GROUP,), timeout_ms=4000)
+    monkeypatch.setattr(TrainerProbe, "facts", lambda _: told)
+    monkeypatch.setattr(TrainerProbe, "set_at", lambda _: given)
+    monkeypatch.setattr(StepRecord, "timeouts_at", lambda _: (limit,))
+    of: Any = SimpleNamespace()
+    steps = StepRecord(of)
+    with closing(
+        RankProbe(rank=0, local_rank=0, tracker=ActionTracker(), trainer=TrainerProbe(of), steps=steps)
+    ) as probe:
+        facts = probe.look(1.0, deadline_s=AMPLE_S)
+        assert (facts.trainer, facts.steps.timeouts_at) == (replace(told, set_at=given), (limit,))
+        assert facts.missing == ()
+        monkeypatch.setattr(TrainerProbe, "set_at", fail)
+        monkeypatch.setattr(StepRecord, "timeouts_at", fail)
+        facts = probe.look(1.0, deadline_s=AMPLE_S)
+    assert (facts.trainer, facts.steps) == (told, steps.facts())
+    assert facts.missing == ("set_at: PermissionError: not for you", "timeouts_at: PermissionError: not for you")
 
 
 def test_an_exception_has_its_source_line(probe: RankProbe) -> None:

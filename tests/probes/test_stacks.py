@@ -21,8 +21,8 @@ from lightning_ncclsafe._torch import process_groups
 from lightning_ncclsafe.facts import Frame
 from lightning_ncclsafe.probes.process import stacks
 from lightning_ncclsafe.probes.process.caught import CaughtExceptions
-from lightning_ncclsafe.probes.process.control_flow import rank_condition
 from lightning_ncclsafe.probes.process.main_thread import look_at_main_thread
+from lightning_ncclsafe.probes.source.control_flow import rank_condition
 
 SOURCE = """\
 import torch.distributed as dist

@@ -460,6 +460,25 @@ def test_the_reason_the_loop_ended_is_kept_after_the_trainer(
     assert sorted(place.rpartition(" ")[0] + " " for place in facts.ended_at) == sorted(places)
 
 
+class Stopping(Callback):
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        trainer.should_stop = True  # stopped by each
+
+
+class StoppingToo(Stopping):
+    """Of another class, which inherits the same line."""
+
+
+def test_a_line_that_callbacks_inherit_is_named_once(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, Stopping(), StoppingToo(), max_epochs=1)
+    probe = TrainerProbe(trainer)
+    probe.started = True
+    trainer.fit(Net(), *LOADERS["fit"])
+    facts = probe.facts()
+    assert facts is not None
+    assert facts.ended_at == (f"{__file__}:{lines_of('stopped by each')[0]} in on_train_batch_end",)
+
+
 class Validating(Net):
     """Has each epoch validate after a batch of its own choice."""
 

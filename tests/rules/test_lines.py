@@ -16,7 +16,7 @@ from test_shifts import of
 
 from lightning_ncclsafe.facts import Action, Branch, Collective, Decides, Frame, JobFacts, ModelUnit, Phase, UnitKind
 from lightning_ncclsafe.facts.findings import Confidence
-from lightning_ncclsafe.probes.process.control_flow import ControlFlow
+from lightning_ncclsafe.probes.source.control_flow import ControlFlow
 from lightning_ncclsafe.rules.kit.frames import is_in_loop_below, loop_left
 from lightning_ncclsafe.rules.kit.shifts import shift
 from lightning_ncclsafe.rules.kit.timeline import timeline

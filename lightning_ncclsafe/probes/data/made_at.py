@@ -8,26 +8,17 @@ executed, and where several lines may have made a value, none of them is named.
 import ast
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from functools import lru_cache, partial
+from functools import partial
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
-from lightning_ncclsafe.code.libraries import TRAINER_RUN, is_top_level
+from lightning_ncclsafe.code.libraries import TRAINER_RUN
 from lightning_ncclsafe.code.side_thread import SideThread
 from lightning_ncclsafe.probes.process.stacks import is_user_code
-from lightning_ncclsafe.probes.process.syntax import (
-    FUNCTIONS,
-    Function,
-    first_line,
-    function_of,
-    functions_in,
-    is_of_self,
-    last_line,
-    name_of,
-    syntax_tree,
-)
+from lightning_ncclsafe.probes.source.scopes import Scope, methods_in, scope_of
+from lightning_ncclsafe.probes.source.syntax import FUNCTIONS, first_line, is_of_self, last_line, name_of
 
 # All ranks wait while one reads the source, which may be on storage that hangs.
 _MOST_S = 2.0
@@ -54,23 +45,6 @@ _CHOOSING = frozenset(
 )
 _GENERATED = (ast.ListComp, ast.SetComp, ast.GeneratorExp)
 _reading = SideThread("ncclsafe-source")
-_Body = list[ast.stmt]
-
-
-class _Scope(NamedTuple):
-    """A function, or a whole file.
-
-    Attributes:
-        around: The functions that it is in, from inside out.
-        owner: The class of the object whose method it is; None if it is no method, or that is not known.
-    """
-
-    file: str
-    name: str
-    body: _Body
-    parameters: frozenset[str] = frozenset()
-    around: tuple[Function, ...] = ()
-    owner: type | None = None
 
 
 class _Given(NamedTuple):
@@ -83,7 +57,7 @@ class _Given(NamedTuple):
     """
 
     value: ast.expr | None
-    scope: _Scope
+    scope: Scope
     line: int
     is_part: bool = False
     is_conditional: bool = False
@@ -111,16 +85,19 @@ def data_made_at(given: Any, hook: str) -> str:
 
 
 def _of_hook(code: CodeType, owner: type) -> str:
-    scope = _scope_of(code, owner)
-    return _place(_returned(scope)) if scope is not None else ""
+    return _place(_returned(scope_of(code)), owner)
 
 
 def _of_argument(code: CodeType, line: int, owner: type | None, hook: str) -> str:
-    scope = _scope_of(code, owner)
-    return _place(_argument(scope, line, hook)) if scope is not None else ""
+    return _place(_argument(scope_of(code), line, hook), owner)
 
 
-def _place(made: _Given | None) -> str:
+def _place(made: _Given | None, owner: type | None) -> str:
+    """The line that decides what was made.
+
+    Args:
+        owner: The class of the object whose method made it; None if that is no method, or it is not known.
+    """
     decides: _Given | None = None
     for _ in range(_MOST_STEPS):
         if made is None or made.value is None or _chooses(made.value):
@@ -128,23 +105,23 @@ def _place(made: _Given | None) -> str:
         held = None if made.is_part else _held(made.value)
         decides = decides or (made if held is None else None)
         origins = _origins(made.value) if held is None else (held,)
-        assigned = (_assigned(one, made) for one in origins)
+        assigned = (_assigned(one, made, owner) for one in origins)
         earlier = next((one for one in assigned if one is not None and one.value is not None), None)
         if earlier is None:
             break
         made = earlier
     found = made if made is not None and made.value is not None and _chooses(made.value) else decides or made
-    return f"{found.scope.file}:{found.line} in {found.scope.name}" if found is not None else ""
+    return found.scope.place(found.line) if found is not None else ""
 
 
-def _returned(scope: _Scope) -> _Given | None:
+def _returned(scope: Scope) -> _Given | None:
     """What a hook returns, if there is only one place where it does."""
     returns = [one for one, _ in _statements(scope.body) if isinstance(one, ast.Return)]
     value = returns[0].value if len(returns) == 1 else None
     return _Given(value, scope, returns[0].lineno) if value is not None else None
 
 
-def _argument(scope: _Scope, line: int, hook: str) -> _Given | None:
+def _argument(scope: Scope, line: int, hook: str) -> _Given | None:
     """What a call of the Trainer at this line is given."""
     around = [one for one, _ in _statements(scope.body) if first_line(one) <= line <= last_line(one)]
     calls = (node for node in ast.walk(around[-1]) if isinstance(node, ast.Call)) if around else iter(())
@@ -215,48 +192,40 @@ def _chooses(value: ast.expr) -> bool:
     return False
 
 
-def _assigned(value: ast.expr, made: _Given) -> _Given | None:
+def _assigned(value: ast.expr, made: _Given, owner: type | None) -> _Given | None:
     """What a name means, by the last assignment before it; None if there is none, or if several are possible."""
     if isinstance(value, ast.Name):
         return _variable(value.id, made)
     if is_of_self(value):
-        return _attribute(value.attr, made.scope)
+        return _attribute(value.attr, owner)
     return None
 
 
 def _variable(name: str, made: _Given) -> _Given | None:
     before: float = made.line
-    for scope in (made.scope, *_scopes_around(made.scope)):
+    scope: Scope | None = made.scope
+    while scope is not None:
         assignments = _assignments(scope, partial(_is_variable, name=name))
         found = [one for one in assignments if one.line < before]
-        if found or name in scope.parameters:
+        if found or name in (*scope.parameters, *scope.collected):
             return _last(found)
-        before = float("inf")
+        scope, before = scope.outer, float("inf")
     return None
 
 
-def _attribute(name: str, scope: _Scope) -> _Given | None:
+def _attribute(name: str, owner: type | None) -> _Given | None:
     """What an attribute of ``self`` is, by the methods of its class; a hook takes precedence over ``__init__``."""
-    methods = _methods(scope.owner) if scope.owner is not None else {}
-    scopes = [_scope_of(code, scope.owner) for method, code in methods.items() if method != "__init__"]
-    first = _scope_of(methods["__init__"], scope.owner) if "__init__" in methods else None
-    for some in (scopes, [first]):
+    methods: dict[str, Scope] = {}
+    for kind in owner.__mro__ if owner is not None else ():
+        for method in methods_in(kind):
+            methods.setdefault(method.name, method)
+    first = methods.pop("__init__", Scope())
+    for some in (methods.values(), [first]):
         is_it = partial(_is_attribute, name=name)
-        found = [given for each in some if each is not None for given in _assignments(each, is_it)]
+        found = [given for method in some for given in _assignments(method, is_it)]
         if found:
             return _last(found)
     return None
-
-
-def _methods(owner: type) -> dict[str, CodeType]:
-    """The user's methods that objects of a class have, by name."""
-    found: dict[str, CodeType] = {}
-    for kind in owner.__mro__:
-        for name, member in vars(kind).items():
-            code = getattr(inspect.unwrap(member), "__code__", None) if inspect.isfunction(member) else None
-            if code is not None and is_user_code(code.co_filename):
-                found.setdefault(name, code)
-    return found
 
 
 def _last(found: list[_Given]) -> _Given | None:
@@ -271,7 +240,7 @@ def _last(found: list[_Given]) -> _Given | None:
     return None if is_empty or isinstance(last.value, ast.Constant) else last
 
 
-def _assignments(scope: _Scope, is_it: Callable[[ast.AST | None], bool]) -> Iterator[_Given]:
+def _assignments(scope: Scope, is_it: Callable[[ast.AST | None], bool]) -> Iterator[_Given]:
     """What a function gives to a variable or an attribute, in the order of its lines."""
     for statement, depth in _statements(scope.body):
         targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
@@ -306,7 +275,7 @@ def _is_attribute(target: ast.AST | None, name: str) -> bool:
     return is_of_self(target) and target.attr == name
 
 
-def _statements(body: _Body, depth: int = 0) -> Iterator[tuple[ast.stmt, int]]:
+def _statements(body: Iterable[ast.stmt], depth: int = 0) -> Iterator[tuple[ast.stmt, int]]:
     """Every statement of a function with its depth, in the order of lines; without those of functions and classes."""
     for statement in body:
         yield statement, depth
@@ -314,38 +283,6 @@ def _statements(body: _Body, depth: int = 0) -> Iterator[tuple[ast.stmt, int]]:
             for name in ("body", "handlers", "orelse", "finalbody", "cases"):
                 for inner in getattr(statement, name, ()):
                     yield from _statements(inner.body if not isinstance(inner, ast.stmt) else [inner], depth + 1)
-
-
-def _scope_of(code: CodeType, owner: type | None) -> _Scope | None:
-    """The function of a code object; None if it is not the user's, or its source cannot be read."""
-    if not is_user_code(code.co_filename):
-        return None
-    if is_top_level(code.co_name):
-        return _file_scope(code.co_filename)
-    function = function_of(code)
-    if function is None:
-        return None
-    outer = [one for one in functions_in(code.co_filename) if first_line(one) < first_line(function) <= last_line(one)]
-    around = tuple(sorted(outer, key=first_line, reverse=True))
-    return _function_scope(code.co_filename, function, around, owner)
-
-
-@lru_cache(maxsize=8)
-def _file_scope(file: str) -> _Scope:
-    return _Scope(file, "<module>", syntax_tree(file).body)
-
-
-def _function_scope(file: str, node: Function, around: tuple[Function, ...], owner: type | None) -> _Scope:
-    arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs, node.args.vararg, node.args.kwarg]
-    return _Scope(file, node.name, node.body, frozenset(one.arg for one in arguments if one), around, owner)
-
-
-def _scopes_around(scope: _Scope) -> Iterator[_Scope]:
-    """The functions around one, from inside out, and the file."""
-    for depth, node in enumerate(scope.around):
-        yield _function_scope(scope.file, node, scope.around[depth + 1 :], scope.owner)
-    if not is_top_level(scope.name):
-        yield _file_scope(scope.file)
 
 
 def _caller_of_trainer(frame: FrameType | None) -> FrameType | None:

@@ -25,7 +25,7 @@ from lightning_ncclsafe.code.raised import text_of
 from lightning_ncclsafe.code.side_thread import OWN_THREADS
 from lightning_ncclsafe.facts import CaughtException, ExceptionFacts, Frame
 from lightning_ncclsafe.probes.process.stacks import is_user_code, seen_frame, training_thread, with_source
-from lightning_ncclsafe.probes.process.syntax import syntax_tree
+from lightning_ncclsafe.probes.source.syntax import syntax_tree
 
 _KEPT = 16
 _MOST_FRAMES = 3

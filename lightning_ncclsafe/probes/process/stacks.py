@@ -34,7 +34,7 @@ from lightning_ncclsafe.code.marks import mark_at
 from lightning_ncclsafe.code.raised import text_of
 from lightning_ncclsafe.code.side_thread import SideThread
 from lightning_ncclsafe.facts import ExceptionFacts, Frame
-from lightning_ncclsafe.probes.process.control_flow import control_flow
+from lightning_ncclsafe.probes.source.control_flow import control_flow
 
 T = TypeVar("T")
 

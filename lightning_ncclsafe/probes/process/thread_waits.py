@@ -28,7 +28,7 @@ from lightning_ncclsafe.probes.process.stacks import (
     training_thread,
     with_source_in_time,
 )
-from lightning_ncclsafe.probes.process.syntax import last_line, syntax_tree
+from lightning_ncclsafe.probes.source.syntax import last_line, syntax_tree
 
 _LOCKS = (type(threading.Lock()), type(threading.RLock()))
 _TAKES = ("acquire", "__enter__")

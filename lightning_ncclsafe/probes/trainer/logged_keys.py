@@ -1,14 +1,16 @@
 """What is logged on all ranks, and where: keys, the model's metrics, and keys that callbacks monitor."""
 
+import ast
 import itertools
+import re
 from collections.abc import Iterator
 from typing import Any
 
 from lightning_ncclsafe.code.libraries import LOGGED_VALUES
 from lightning_ncclsafe.facts import LoggedKey, MetricFacts
-from lightning_ncclsafe.probes.process.control_flow import rank_condition
 from lightning_ncclsafe.probes.process.stacks import main_thread_frames
-from lightning_ncclsafe.probes.trainer.source_lines import HookSource, source_of, sources_in
+from lightning_ncclsafe.probes.source.scopes import Scope, scope_of, scopes_in
+from lightning_ncclsafe.probes.source.syntax import is_constant
 
 _MOST_KEYS = 64
 _OTHER_STAGES = ("test", "predict")
@@ -21,10 +23,10 @@ def logged(trainer: Any, module: Any) -> Iterator[LoggedKey]:
     for metric in itertools.islice(filter(_is_reduced, _results(trainer)), _MOST_KEYS):
         meta = metric.meta
         name, hook = str(meta.name), str(meta.fx)
-        source, line = _call_that_logs(name, trainer, module, hook)
-        condition = rank_condition(source.file, line) if line else ""
+        scope, line = _call_that_logs(name, trainer, module, hook)
+        condition = scope.rank_condition(line) if line else ""
         states = tuple(map(str, getattr(getattr(metric, "value", None), "metric_state", ())))
-        yield LoggedKey(name=name, hook=hook, place=source.place(line), rank_condition=condition, states=states)
+        yield LoggedKey(name=name, hook=hook, place=scope.place(line), rank_condition=condition, states=states)
 
 
 def unlogged(trainer: Any, module: Any) -> Iterator[LoggedKey]:
@@ -34,13 +36,13 @@ def unlogged(trainer: Any, module: Any) -> Iterator[LoggedKey]:
     """
     logged = {str(metric.meta.name) for metric in _results(trainer)}
     stage = str(getattr(getattr(trainer, "state", None), "fn", ""))
-    for source in sources_in([module, *trainer_callbacks(trainer)]):
-        if any(other in source.name and other not in stage for other in _OTHER_STAGES):
+    for scope in scopes_in([module, *trainer_callbacks(trainer)]):
+        if any(other in scope.name and other not in stage for other in _OTHER_STAGES):
             continue
-        for key, line in source.reduced_keys():
+        for key, line in _reduced_keys(scope):
             if key not in logged:
-                condition = rank_condition(source.file, line)
-                yield LoggedKey(name=key, hook=source.name, place=source.place(line), rank_condition=condition)
+                condition = scope.rank_condition(line)
+                yield LoggedKey(name=key, hook=scope.name, place=scope.place(line), rank_condition=condition)
 
 
 def metrics(module: Any) -> Iterator[MetricFacts]:
@@ -62,22 +64,67 @@ def _is_gathered_by_entry(metric: Any, state: Any) -> bool:
     return isinstance(defaults.get(state), list) and reductions.get(state, "") is None
 
 
-def _call_that_logs(name: str, trainer: Any, module: Any, hook: str) -> tuple[HookSource, int]:
+def _call_that_logs(name: str, trainer: Any, module: Any, hook: str) -> tuple[Scope, int]:
     """First the hook itself, of the module and of callbacks, then other methods, which it may have called.
 
     If none has the key as a literal, the only call in these hooks, or else in these methods, with a computed key.
     """
-    hooks = [source_of(owner, hook) for owner in (module, *trainer_callbacks(trainer))]
-    methods = [*sources_in([module])]
-    for source in (*hooks, *methods):
-        if line := source.logs(name):
-            return source, line
-    others = [source for source in methods if not source.name.startswith("on_") and not source.name.endswith("_step")]
-    for sources in (hooks, others):
-        found = [(source, line) for source in sources for line in source.may_log(name)]
+    hooks = [scope_of(getattr(type(owner), hook, None)) for owner in (module, *trainer_callbacks(trainer))]
+    methods = [*scopes_in([module])]
+    for scope in (*hooks, *methods):
+        if line := _line_that_logs(scope, name):
+            return scope, line
+    others = [scope for scope in methods if not scope.name.startswith("on_") and not scope.name.endswith("_step")]
+    for scopes in (hooks, others):
+        found = [(scope, line) for scope in scopes for line in _lines_that_may_log(scope, name)]
         if found:
             return found[0] if len(found) == 1 else (found[0][0], 0)
     return hooks[0], 0
+
+
+def _logging_calls(scope: Scope) -> Iterator[ast.Call]:
+    """The calls of a method ``log`` or ``log_dict``."""
+    return (call for call in scope.calls(["log", "log_dict"]) if isinstance(call.func, ast.Attribute))
+
+
+def _line_that_logs(scope: Scope, key: str) -> int:
+    """The line of the call of ``log`` or ``log_dict`` with a key as a literal; 0 if there is none."""
+    literals = ((node, call.lineno) for call in _logging_calls(scope) for node in ast.walk(call))
+    return next((line for node, line in literals if isinstance(node, ast.Constant) and node.value == key), 0)
+
+
+def _lines_that_may_log(scope: Scope, key: str) -> list[int]:
+    """The lines of such calls with a computed key that may be this one."""
+    calls = _logging_calls(scope)
+    return [call.lineno for call in calls if any(_may_be(name, key) for name in _names_given(call))]
+
+
+def _reduced_keys(scope: Scope) -> Iterator[tuple[str, int]]:
+    """Literal keys in calls of ``log`` or ``log_dict`` with ``sync_dist=True``, and their lines."""
+    for call in _logging_calls(scope):
+        if any(keyword.arg == "sync_dist" and is_constant(keyword.value, True) for keyword in call.keywords):
+            literals = (name for name in _names_given(call) if isinstance(name, ast.Constant))
+            yield from ((str(name.value), call.lineno) for name in literals)
+
+
+def _names_given(call: ast.Call) -> Iterator[ast.expr | None]:
+    """The keys in a call of ``log`` or ``log_dict``; None for an argument with other keys."""
+    assert isinstance(call.func, ast.Attribute)
+    wanted = "name" if call.func.attr == "log" else "dictionary"
+    given = [*call.args[:1], *(keyword.value for keyword in call.keywords if keyword.arg == wanted)]
+    for value in given[:1]:
+        if wanted == "name":
+            yield value
+        else:
+            yield from value.keys if isinstance(value, ast.Dict) else [None]
+
+
+def _may_be(name: ast.expr | None, key: str) -> bool:
+    """Whether an expression may evaluate to a key: its literal parts are part of the key."""
+    if isinstance(name, ast.JoinedStr):
+        known = (str(part.value) if isinstance(part, ast.Constant) else None for part in name.values)
+        return re.fullmatch("".join(".*" if part is None else re.escape(part) for part in known), key) is not None
+    return not isinstance(name, ast.Constant)
 
 
 def monitored(trainer: Any, module: Any) -> Iterator[LoggedKey]:
@@ -86,21 +133,20 @@ def monitored(trainer: Any, module: Any) -> Iterator[LoggedKey]:
     for metric in _results(trainer) if monitors else ():
         name = str(metric.meta.name)
         if not monitors.isdisjoint((name, f"{name}_step", f"{name}_epoch")):
-            source, line = _call_that_logs(name, trainer, module, str(metric.meta.fx))
-            yield LoggedKey(name=name, hook=str(metric.meta.fx), place=source.place(line))
+            scope, line = _call_that_logs(name, trainer, module, str(metric.meta.fx))
+            yield LoggedKey(name=name, hook=str(metric.meta.fx), place=scope.place(line))
 
 
 def unmonitored(trainer: Any, module: Any) -> Iterator[LoggedKey]:
     """Keys that callbacks monitor and that the user's source logs, but has not logged so far on this rank."""
     known = {f"{metric.meta.name}{when}" for metric in _results(trainer) for when in ("", "_step", "_epoch")}
     monitors = dict.fromkeys(getattr(callback, "monitor", None) for callback in trainer_callbacks(trainer))
-    sources = [*sources_in([module, *trainer_callbacks(trainer)])]
+    scopes = [*scopes_in([module, *trainer_callbacks(trainer)])]
     for name in monitors:
-        found = ((source, line) for source in sources if (line := source.logs(str(name))))
-        source, line = next(found, (None, 0))
-        if source is not None and name not in known:
-            condition = rank_condition(source.file, line)
-            yield LoggedKey(name=str(name), place=source.place(line), rank_condition=condition)
+        found = ((scope, line) for scope in scopes if (line := _line_that_logs(scope, str(name))))
+        scope, line = next(found, (None, 0))
+        if scope is not None and name not in known:
+            yield LoggedKey(name=str(name), place=scope.place(line), rank_condition=scope.rank_condition(line))
 
 
 def _results(trainer: Any) -> Iterator[Any]:

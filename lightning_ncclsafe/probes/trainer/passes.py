@@ -1,5 +1,6 @@
 """Backward passes and optimizers' steps of each training batch, and the user's lines that call for the passes."""
 
+import ast
 import itertools
 import sys
 import traceback
@@ -10,7 +11,7 @@ from typing import Any
 
 from lightning_ncclsafe.code.libraries import TRAINING_LOOPS
 from lightning_ncclsafe.probes.process.stacks import is_user_code
-from lightning_ncclsafe.probes.trainer.source_lines import MOST_LINES, HookSource, first_places
+from lightning_ncclsafe.probes.source.scopes import MOST_PLACES, Scope, first_places, scope_of
 
 MOST_RUNS = 64
 """The most runs that are kept."""
@@ -96,9 +97,9 @@ class BatchPasses:
             "passes_batch": counted[1],
             "under_way": self._run() if is_under_way else (),
             "passes_from": tuple(tuple(map(_place, batch)) for batch in calls) if any(calls) else (),
-            "led_around": {_place(call): _led_around(call, HookSource.leads_around) for call in newest},
+            "led_around": {_place(call): _led_around(call, Scope.leads_around) for call in newest},
             "conditions_around": first_places(
-                place for call in newest for place in _led_around(call, HookSource.conditions_around)
+                place for call in newest for place in _led_around(call, Scope.conditions_around)
             ),
             "skips_steps": first_places(place for call in newest for place in _led_around_steps(call)),
         }
@@ -125,17 +126,22 @@ def _place(call: Call) -> str:
     return f"{call[0][0].co_filename}:{call[0][1]} in {call[0][0].co_name}" if call else ""
 
 
-def _led_around(call: Call, asked: Callable[[HookSource, int], tuple[str, ...]]) -> tuple[str, ...]:
-    return tuple(way for code, line in call for way in asked(HookSource(code), line))[:MOST_LINES]
+def _led_around(call: Call, asked: Callable[[Scope, int], tuple[str, ...]]) -> tuple[str, ...]:
+    return tuple(way for code, line in call for way in asked(scope_of(code), line))[:MOST_PLACES]
 
 
 def _led_around_steps(call: Call) -> Iterator[str]:
     """The branches that lead around an optimizer's step, and not around the pass before it as well."""
     for code, line in call[:1]:
-        source = HookSource(code)
-        steps = [step for step in source.lines_that_step() if step > line]
-        around = (place for step in steps for place in source.leads_around(step))
-        yield from (place for place in around if place not in source.leads_around(line))
+        scope = scope_of(code)
+        steps = [step for step in _lines_that_step(scope) if step > line]
+        around = (place for step in steps for place in scope.leads_around(step))
+        yield from (place for place in around if place not in scope.leads_around(line))
+
+
+def _lines_that_step(scope: Scope) -> Iterator[int]:
+    """The lines that call the ``step`` of an optimizer, by its name: a scheduler has one, too."""
+    return (call.lineno for call in scope.calls(["step"]) if "opt" in ast.unparse(call.func).lower())
 
 
 def _without_zeros(counts: list[int]) -> tuple[int, ...]:

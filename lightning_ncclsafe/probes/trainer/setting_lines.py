@@ -11,10 +11,18 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
-from lightning_ncclsafe.probes.process.control_flow import control_flow
-from lightning_ncclsafe.probes.process.syntax import last_line, name_of
-from lightning_ncclsafe.probes.trainer.scopes import Entered, Scope, entered_outside, mentions, scopes_of
-from lightning_ncclsafe.probes.trainer.source_lines import MOST_LINES, sources_in
+from lightning_ncclsafe.code.libraries import TRAINER
+from lightning_ncclsafe.probes.process.stacks import main_thread_frames
+from lightning_ncclsafe.probes.source.scopes import (
+    MOST_PLACES,
+    AttributeSet,
+    Scope,
+    attributes_set,
+    scope_of,
+    scopes_in,
+    scopes_of,
+)
+from lightning_ncclsafe.probes.source.syntax import is_constant, last_line, name_of, source_text
 
 # All ranks wait while one reads the source.
 _MOST_FILES = 8
@@ -37,14 +45,28 @@ SET_BY = {"first epoch": ("processed",)}
 """Attributes that set a setting under another name: the counter that ``current_epoch`` follows."""
 
 
-class _Set(NamedTuple):
-    """One place where a setting is given.
+class _Entered(NamedTuple):
+    """A function of the user's that the main thread is in.
 
     Attributes:
-        name: The argument, attribute or key.
+        scope: Its source.
+        line: The line that it is at.
+        called: Name of the function that it has called there.
+    """
+
+    scope: Scope
+    line: int
+    called: str
+
+
+class _Set(NamedTuple):
+    """One place where a setting is passed by name.
+
+    Attributes:
+        name: The argument or key.
         line: Its line.
         value: The value; None if there is none in the source.
-        to: The function that is called with it; ``"**"`` for a dictionary, empty for an assignment.
+        to: The function that is called with it; ``"**"`` for a dictionary.
     """
 
     name: str
@@ -71,14 +93,14 @@ def setting_lines(trainer: Any, names: Iterable[str]) -> dict[str, tuple[str, ..
     found: dict[str, dict[str, None]] = {}
     for setting, place in itertools.chain(near, far, search.assigned(), search.start()):
         found.setdefault(setting, {})[place] = None
-    return {setting: tuple(itertools.islice(places, MOST_LINES)) for setting, places in found.items()}
+    return {setting: tuple(itertools.islice(places, MOST_PLACES)) for setting, places in found.items()}
 
 
 class _Search:
     """The search in the source for the settings of one Trainer."""
 
     def __init__(self, trainer: Any, names: Iterable[str]) -> None:
-        self._calls = entered_outside(trainer)
+        self._calls = _entered_outside(trainer)
         self._entered = [one.scope for one in self._calls]
         self._settings: dict[str, set[str]] = {}
         for name in names:
@@ -90,8 +112,8 @@ class _Search:
         files = dict.fromkeys(scope.file for scope in self._entered)
         words = frozenset({*self._settings, *self._attributes, _SCHEDULER})
         users = [getattr(trainer, "lightning_module", None), *getattr(trainer, "callbacks", ())]
-        theirs = dict.fromkeys(source.file for source in sources_in(users) if source.file)
-        files |= dict.fromkeys(file for file in theirs if mentions(file, words))
+        theirs = dict.fromkeys(scope.file for scope in scopes_in(users))
+        files |= dict.fromkeys(file for file in theirs if _mentions(file, words))
         self._scopes = [scope for file in itertools.islice(files, _MOST_FILES) for scope in scopes_of(file)]
         makers = (scope.name for scope in self._scopes if any(map(_makes_trainer, scope.nodes)))
         self._makers = {name for name in makers if not name.startswith("<")}
@@ -115,12 +137,11 @@ class _Search:
         """The checkpoint, in the call that is under way."""
         for one in self._calls:
             lines = _lines_of(one)
-            calls = (node for node in one.scope.nodes if isinstance(node, ast.Call) and node.lineno in lines)
-            called = (call for call in calls if name_of(call.func) == one.called)
+            called = (call for call in one.scope.calls([one.called]) if call.lineno in lines)
             for keyword in itertools.chain.from_iterable(call.keywords for call in called):
                 if (
                     keyword.arg == _CHECKPOINT
-                    and not _is_none(keyword.value)
+                    and not is_constant(keyword.value, None)
                     and not one.scope.passes_on(keyword.value)
                 ):
                     yield from ((name, one.scope.place(keyword.lineno)) for name in _START)
@@ -166,11 +187,34 @@ class _Search:
         else:
             callers = [(one, range(sys.maxsize)) for one in self._scopes if one.file == scope.file]
         for caller, lines in callers:
-            calls = (node for node in caller.nodes if isinstance(node, ast.Call) and node.lineno in lines)
+            calls = (call for call in caller.calls([scope.name]) if call.lineno in lines)
             yield from ((caller, call) for call in calls if _is_call_of(call, scope))
 
 
-def _lines_of(one: Entered) -> range:
+def _entered_outside(trainer: Any) -> tuple[_Entered, ...]:
+    """The user's functions that have called the Trainer, innermost first; empty if the main thread is not in it."""
+    frames = [*main_thread_frames()]
+    calls = [index for index, frame in enumerate(frames) if _is_of(trainer, frame)]
+    outside = range(calls[-1] + 1 if calls else len(frames), len(frames))
+    found = (
+        _Entered(scope_of(frames[index].f_code), frames[index].f_lineno or 0, frames[index - 1].f_code.co_name)
+        for index in outside
+    )
+    return tuple(one for one in found if one.scope.body)
+
+
+def _is_of(trainer: Any, frame: Any) -> bool:
+    code = frame.f_code
+    return TRAINER.has(code.co_filename, code.co_name) and frame.f_locals.get("self") is trainer
+
+
+def _mentions(file: str, words: frozenset[str]) -> bool:
+    """Whether a file contains one of these words: most do not, and need not be parsed."""
+    text = source_text(file)
+    return any(word in text for word in words)
+
+
+def _lines_of(one: _Entered) -> range:
     """The lines of the innermost simple statement or call at which a function is."""
     around = (node for node in one.scope.nodes if isinstance(node, (ast.Expr, ast.Assign, ast.Return, ast.AnnAssign)))
     lines = (range(node.lineno, last_line(node) + 1) for node in around)
@@ -197,22 +241,12 @@ def _arguments(node: ast.AST) -> Iterator[_Set]:
                 yield _Set(key.value, node.lineno, node.value, "**")
 
 
-def _assignments(scope: Scope, names: set[str]) -> Iterator[_Set]:
+def _assignments(scope: Scope, names: set[str]) -> Iterator[AttributeSet]:
     """Assignments to these attributes of something that is called a Trainer or a loop; constants under a condition."""
-    for node in scope.nodes:
-        if isinstance(node, ast.Call) and name_of(node.func) == "setattr" and len(node.args) == 3:
-            owner, name, value = node.args
-            targets = [(owner, name.value)] if isinstance(name, ast.Constant) and isinstance(name.value, str) else []
-        elif isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign)):
-            every = node.targets if isinstance(node, ast.Assign) else [node.target]
-            targets = [(one.value, one.attr) for one in every if isinstance(one, ast.Attribute)]
-            value = node.value or node.target  # type: ignore[union-attr]
-        else:
-            continue
-        owners = (name for owner, name in targets if name in names and _is_of_trainer(owner))
-        is_one_value = _is_literal(value) and not control_flow(scope.file).around(node.lineno).branches
-        if not is_one_value:
-            yield from (_Set(name, node.lineno, value) for name in owners)
+    for one in itertools.chain.from_iterable(map(attributes_set, scope.nodes)):
+        is_setting = one.name in names and _is_of_trainer(one.owner)
+        if is_setting and not (_is_literal(one.value) and not scope.branches_around(one.line)):
+            yield one
 
 
 def _is_of_trainer(owner: ast.expr) -> bool:
@@ -230,8 +264,8 @@ def _argument(call: ast.Call, scope: Scope, parameter: str) -> ast.expr | None:
 
 
 def _is_call_of(call: ast.Call, scope: Scope) -> bool:
-    """Whether a call may be one of this function, by its name; other objects may have a method of this name."""
-    return name_of(call.func) == scope.name and (isinstance(call.func, ast.Attribute) or not _is_method(scope))
+    """Whether a call by the name of a function may be one of it: a method is called on an object."""
+    return isinstance(call.func, ast.Attribute) or not _is_method(scope)
 
 
 def _is_method(scope: Scope) -> bool:
@@ -260,7 +294,3 @@ def _is_literal(value: ast.expr) -> bool:
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         return False
     return True
-
-
-def _is_none(value: ast.expr) -> bool:
-    return isinstance(value, ast.Constant) and value.value is None

@@ -1,5 +1,6 @@
 """Reads the progress of a Lightning Trainer from its public state, by duck type; Lightning is not imported here."""
 
+import ast
 import itertools
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -8,8 +9,8 @@ from typing import Any
 from lightning_ncclsafe.facts import Action, LoaderFacts, LoopEnd, Phase, Progress, StorageFacts, TrainerFacts
 from lightning_ncclsafe.facts.phase_kinds import FIRST_BATCH, PhaseKind, make_phase_kind
 from lightning_ncclsafe.probes.host.resources import filesystem_of
+from lightning_ncclsafe.probes.source.scopes import Scope, attributes_set, first_places, scopes_in, scopes_of
 from lightning_ncclsafe.probes.trainer.setting_lines import SET_BY, setting_lines
-from lightning_ncclsafe.probes.trainer.source_lines import MOST_LINES, lines_that_set, sources_in
 
 # Values of Lightning's RunningStage.
 _PHASES = {phase.value: phase for phase in (Phase.SANITY_CHECK, Phase.TRAIN, Phase.VALIDATE, Phase.TEST, Phase.PREDICT)}
@@ -123,9 +124,9 @@ class TrainerProbe:
         return tuple(_loader_facts(loader, count) for loader, count in zip(_loaders_of(loop), each, strict=False))
 
     def facts(self) -> TrainerFacts | None:
-        """Its settings, and how its training loop ended; None if it does not ``fit``."""
+        """Its settings, and how its training loop ended; None if it does not ``fit``. For ``set_at``, see there."""
         trainer = self._trainer
-        if getattr(getattr(trainer, "state", None), "fn", None) != "fit":
+        if not self._fits():
             return None
         batches, count = trainer.fit_loop.epoch_loop.batch_progress, _number_of(trainer.fit_loop.max_batches)
         begun = 0 if self._is_between_epochs() else batches.current.ready
@@ -138,14 +139,17 @@ class TrainerProbe:
             callbacks=tuple(type(callback).__name__ for callback in trainer.callbacks),
             validates_by_clock=self._validation_s() is not None,
             end=end,
-            ended_at=tuple(itertools.islice(_ending_lines(trainer, end, changed), MOST_LINES)),
-            set_at=_set_at(trainer),
-            validates_at=tuple(itertools.islice(_lines_that_set(trainer, _VALIDATES_AT_ALL), MOST_LINES)),
+            ended_at=first_places(_ending_lines(trainer, end, changed)),
+            validates_at=first_places(_lines_that_set(trainer, _VALIDATES_AT_ALL)),
             batches_begun=begun,
             batches_before=batches.total.ready - begun,
             batches=count,
             validated=trainer.fit_loop.epoch_loop.val_loop.batch_progress.current.completed,
         )
+
+    def set_at(self) -> dict[str, tuple[str, ...]]:
+        """Where each setting may have got its value, by a search in the user's source; empty if it does not ``fit``."""
+        return setting_lines(self._trainer, _SETTINGS) if self._fits() else {}
 
     def validation_loaders(self) -> list[Any]:
         """The dataloaders of fit's validation, if they exist already."""
@@ -171,6 +175,9 @@ class TrainerProbe:
             for owner, path in owners
             if path
         )
+
+    def _fits(self) -> bool:
+        return getattr(getattr(self._trainer, "state", None), "fn", None) == "fit"
 
     def _read_settings(self) -> dict[str, str]:
         trainer = self._trainer
@@ -279,21 +286,38 @@ def _ending_lines(trainer: Any, end: LoopEnd, changed: Iterable[str]) -> Iterato
     if attributes:
         yield from _lines_that_set(trainer, attributes)
     elif end is LoopEnd.UNKNOWN:
-        for source in sources_in([trainer.lightning_module, *trainer.callbacks]):
-            yield from source.may_end_iteration()
+        for scope in scopes_in([trainer.lightning_module, *trainer.callbacks]):
+            yield from map(scope.place, sorted(_lines_that_may_end_iteration(scope)))
 
 
-def _set_at(trainer: Any) -> dict[str, tuple[str, ...]]:
-    with suppress(Exception):  # not essential, whatever is in the user's files
-        return setting_lines(trainer, _SETTINGS)
-    return {}
+def _lines_that_may_end_iteration(scope: Scope) -> Iterator[int]:
+    """Where a ``StopIteration`` may leave a function: it is raised, or ``next()`` is called without a default.
+
+    Lightning raises one itself where ``on_train_batch_start`` returns -1.
+    """
+    for raised in scope.each(ast.Raise):
+        name = raised.exc.func if isinstance(raised.exc, ast.Call) else raised.exc
+        if isinstance(name, ast.Name) and name.id == "StopIteration":
+            yield raised.lineno
+    for call in scope.calls(["next"]):
+        if isinstance(call.func, ast.Name) and len(call.args) == 1:
+            yield call.lineno
+    if scope.name == "on_train_batch_start":
+        yield from (one.lineno for one in scope.each(ast.Return) if ast.unparse(one) == "return -1")
 
 
 def _lines_that_set(trainer: Any, attributes: Iterable[str]) -> Iterator[str]:
-    sources = [*sources_in([trainer.lightning_module, *trainer.callbacks])]
-    found = [line for source in sources for line in source.sets(attributes)]
-    files = dict.fromkeys(source.file for source in sources if source.file)
-    yield from found or (line for file in files for line in lines_that_set(attributes, file))
+    scopes, names = [*scopes_in([trainer.lightning_module, *trainer.callbacks])], {*attributes}
+    found = [line for scope in scopes for line in scope.sets(names)]
+    files = dict.fromkeys(scope.file for scope in scopes)
+    yield from found or (line for file in files for line in _lines_in_file_that_set(file, names))
+
+
+def _lines_in_file_that_set(file: str, names: set[str]) -> Iterator[str]:
+    """Lines in any function of a file that set one of these attributes."""
+    for scope in scopes_of(file):
+        set_here = (one for node in scope.nodes for one in attributes_set(node)) if scope.is_function else ()
+        yield from (scope.place(one.line) for one in set_here if one.name in names)
 
 
 def _is_saving(actions: tuple[Action, ...]) -> bool:

@@ -5,7 +5,9 @@ optimization, or from a batch's second pass on, the line that calls the pass: so
 when ranks are asked.
 """
 
+import ast
 import itertools
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -20,9 +22,10 @@ from lightning_ncclsafe.probes.process.stacks import (
     main_thread_frames,
     main_thread_stack,
 )
+from lightning_ncclsafe.probes.source.scopes import MOST_PLACES, Scope, places_in, scope_of
+from lightning_ncclsafe.probes.source.syntax import is_constant
 from lightning_ncclsafe.probes.trainer import gradients, logged_keys
 from lightning_ncclsafe.probes.trainer.passes import Batch, BatchPasses
-from lightning_ncclsafe.probes.trainer.source_lines import MOST_LINES, HookSource, lines_in, source_of, sources_of
 from lightning_ncclsafe.probes.trainer.timeout_lines import timeout_lines
 
 _BACKWARD = "manual_backward"
@@ -128,7 +131,7 @@ class StepRecord:
         self.failed_save = None
 
     def facts(self, *, error: str = "") -> StepFacts:
-        """The facts now; for another thread, as it reads source files.
+        """The facts now, without ``timeouts_at``; for another thread, as it reads source files.
 
         Args:
             error: Text of the exception that this rank raised, if any.
@@ -144,8 +147,8 @@ class StepRecord:
         differing = gradients.of_other_size(error, module)
         frozen = self._frozen(module)
         makes_group = any(True for _ in main_thread_frames(GROUP_CREATION))
-        users = [module, *logged_keys.trainer_callbacks(self._trainer)]
-        step = source_of(module, "training_step")
+        users = self._users()
+        step = scope_of(getattr(type(module), "training_step", None))
         return StepFacts(
             **passes,
             with_backward=self._with_backward,
@@ -156,16 +159,16 @@ class StepRecord:
             passes_at=step.calls_under_condition(_BACKWARD) if len(runs) > 1 else (),
             returns_nothing=_returns_nothing(module) if skipped else (),
             without_graph=self._without_graph,
-            leaves_at=lines_in([module], HookSource.makes_leaves) if self._without_graph else (),
+            leaves_at=gradients.leaves_at(module) if self._without_graph else (),
             without_gradient=tuple(missing[:_MOST_NAMES]),
             without_gradient_count=len(missing),
             unused_at=gradients.left_out_at(module, missing) if missing else "",
             other_size=differing,
             other_size_at=gradients.made_at(module, differing) if differing else "",
             frozen=tuple(frozen[:_MOST_NAMES]),
-            frozen_at=lines_in(users, HookSource.freezes) if frozen else (),
+            frozen_at=gradients.frozen_at(users) if frozen else (),
             logged=tuple(logged_keys.logged(self._trainer, module)),
-            unlogged=tuple(itertools.islice(logged_keys.unlogged(self._trainer, module), MOST_LINES)),
+            unlogged=tuple(itertools.islice(logged_keys.unlogged(self._trainer, module), MOST_PLACES)),
             monitored=tuple(logged_keys.monitored(self._trainer, module)),
             unmonitored=tuple(logged_keys.unmonitored(self._trainer, module)),
             metrics=tuple(itertools.islice(logged_keys.metrics(module), _MOST_METRICS)),
@@ -174,10 +177,18 @@ class StepRecord:
             root=_root(),
             groups_made=process_groups.groups_made(),
             making=_members(),
-            groups_at=(_groups_under_condition() or lines_in(users, _groups_made)) if makes_group else (),
-            accumulates_at=(lines_in(users, _accumulates) if any(run[3:4] > (0,) for run in runs) else ()),
-            timeouts_at=self._timeouts_at(users),
+            groups_at=(_groups_under_condition() or places_in(users, _groups_made)) if makes_group else (),
+            accumulates_at=(places_in(users, _accumulates) if any(run[3:4] > (0,) for run in runs) else ()),
         )
+
+    def timeouts_at(self) -> tuple[TimeoutLine, ...]:
+        """The lines that give a group, the store or a barrier a timeout, by a search in the user's source."""
+        others = (getattr(self._trainer, name, None) for name in ("datamodule", "strategy"))
+        return timeout_lines([*self._users(), *others])
+
+    def _users(self) -> list[Any]:
+        module = getattr(self._trainer, "lightning_module", None)
+        return [module, *logged_keys.trainer_callbacks(self._trainer)]
 
     def _skipped_until(self, pending: int, error: str) -> tuple[int, Batch]:
         """The number of batches without a backward pass, and the last of them; the current batch is still unknown."""
@@ -186,12 +197,6 @@ class StepRecord:
         if not more:
             return self._skipped, self._last_skipped
         return self._skipped + more, _now(self._trainer) if is_over else _before(self._trainer)
-
-    def _timeouts_at(self, users: list[Any]) -> tuple[TimeoutLine, ...]:
-        with suppress(Exception):  # not essential, whatever is in the user's files
-            others = (getattr(self._trainer, name, None) for name in ("datamodule", "strategy"))
-            return timeout_lines([*users, *others])
-        return ()
 
     def _frozen(self, module: Any) -> list[str]:
         if not self._trained or module is None:
@@ -207,8 +212,21 @@ def _has_own_backward(module: Any) -> bool:
 
 def _returns_nothing(module: Any) -> tuple[str, ...]:
     """Where the user's functions may skip the backward pass of a batch."""
-    sources = itertools.chain(sources_of(module, "training_step"), sources_of(module, "backward"))
-    return tuple(place for source in sources for place in source.returns_nothing())
+    scopes = itertools.chain(_with_decorators(module, "training_step"), _with_decorators(module, "backward"))
+    returns = ((scope, one) for scope in scopes for one in scope.each(ast.Return))
+    return tuple(scope.place(one.lineno) for scope, one in returns if one.value is None or is_constant(one.value, None))
+
+
+def _with_decorators(module: Any, hook: str) -> Iterator[Scope]:
+    """A hook of a module's class, and the decorators around it, which may return in its place.
+
+    While a strategy runs a step, the instance has another ``forward``.
+    """
+    function = getattr(type(module), hook, None)
+    yield scope_of(function)
+    while (wrapped := getattr(function, "__wrapped__", None)) is not None:
+        yield scope_of(getattr(function, "__code__", None))
+        function = wrapped
 
 
 def _callers() -> list[Frame]:
@@ -264,13 +282,15 @@ def _members() -> tuple[int, ...]:
 
 
 def _groups_under_condition() -> tuple[str, ...]:
-    sources = (HookSource(frame.f_code) for frame in main_thread_frames())
-    return tuple(place for source in sources for place in _groups_made(source))[:MOST_LINES]
+    scopes = (scope_of(frame.f_code) for frame in main_thread_frames())
+    functions = (scope for scope in scopes if scope.is_function)
+    return tuple(place for scope in functions for place in _groups_made(scope))[:MOST_PLACES]
 
 
-def _accumulates(source: HookSource) -> tuple[str, ...]:
-    return (*source.sets(["accumulate_grad_batches"]), *source.calls_any(_UNREDUCED))
+def _accumulates(scope: Scope) -> Iterator[str]:
+    yield from scope.sets(["accumulate_grad_batches"])
+    yield from (scope.place(call.lineno) for call in scope.calls(_UNREDUCED))
 
 
-def _groups_made(source: HookSource) -> tuple[str, ...]:
-    return source.calls_under_condition("new_group")
+def _groups_made(scope: Scope) -> tuple[str, ...]:
+    return scope.calls_under_condition("new_group")

@@ -9,9 +9,9 @@ from datetime import timedelta
 from typing import Any
 
 from lightning_ncclsafe.facts import Limited, TimeoutLine
-from lightning_ncclsafe.probes.process.syntax import name_of
-from lightning_ncclsafe.probes.trainer.scopes import Scope, entered, scopes_in, scopes_of
-from lightning_ncclsafe.probes.trainer.source_lines import MOST_LINES
+from lightning_ncclsafe.probes.process.stacks import main_thread_frames
+from lightning_ncclsafe.probes.source.scopes import MOST_PLACES, Scope, scope_of, scopes_in, scopes_of
+from lightning_ncclsafe.probes.source.syntax import name_of
 
 # All ranks wait while one reads the source.
 _MOST_FILES = 8
@@ -49,25 +49,25 @@ def timeout_lines(owners: Iterable[Any]) -> tuple[TimeoutLine, ...]:
     Args:
         owners: The module, the data, the callbacks, the strategy.
     """
-    near = [*entered(), *scopes_in(owners)]
+    entered = (scope_of(frame.f_code) for frame in main_thread_frames())
+    near = [*(scope for scope in entered if scope.file), *scopes_in(owners)]
     found = [*_lines(near)]
     if not found:
         files = itertools.islice(dict.fromkeys(scope.file for scope in near), _MOST_FILES)
         found = [line for line in _lines(scope for file in files for scope in scopes_of(file)) if line.timeout_ms]
-    return tuple(itertools.islice(dict.fromkeys(found), MOST_LINES))
+    return tuple(itertools.islice(dict.fromkeys(found), MOST_PLACES))
 
 
 def _lines(scopes: Iterable[Scope]) -> Iterator[TimeoutLine]:
-    for scope in scopes:
-        for node in scope.nodes:
-            call = name_of(node.func) if isinstance(node, ast.Call) else ""
-            if isinstance(node, ast.Call) and call in _FUNCTIONS:
-                position, limits = _FUNCTIONS[call]
-                for value in _timeouts(node, position):
-                    timeout_ms = _milliseconds(value)
-                    if timeout_ms or call not in _AMBIGUOUS:
-                        place = scope.place(node.lineno)
-                        yield TimeoutLine(place=place, call=call, limits=limits, timeout_ms=timeout_ms)
+    calls = ((scope, call) for scope in scopes for call in scope.calls(_FUNCTIONS))
+    for scope, call in calls:
+        name = name_of(call.func)
+        position, limits = _FUNCTIONS[name]
+        for value in _timeouts(call, position):
+            timeout_ms = _milliseconds(value)
+            if timeout_ms or name not in _AMBIGUOUS:
+                place = scope.place(call.lineno)
+                yield TimeoutLine(place=place, call=name, limits=limits, timeout_ms=timeout_ms)
 
 
 def _timeouts(call: ast.Call, position: int | None) -> Iterator[ast.expr]:

@@ -2,9 +2,8 @@
 
 import ast
 import linecache
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from functools import lru_cache
-from types import CodeType
 from typing import TypeAlias, TypeGuard
 
 Function: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef
@@ -14,9 +13,14 @@ COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 _TRIES = 3
 
 
+def source_text(file: str) -> str:
+    """The text of a source file, which is read; empty if it cannot be."""
+    return "".join(linecache.getlines(file))
+
+
 def syntax_tree(file: str) -> ast.Module:
     """The syntax tree of a source file, which is read; empty if it cannot be read or parsed."""
-    return parsed("".join(linecache.getlines(file)))
+    return parsed(source_text(file))
 
 
 def parsed(source: str) -> ast.Module:
@@ -30,19 +34,15 @@ def parsed(source: str) -> ast.Module:
     return ast.Module(body=[], type_ignores=[])
 
 
-@lru_cache(maxsize=8)
-def functions_in(file: str) -> tuple[Function, ...]:
-    """All functions of a source file, methods and inner ones too."""
-    return tuple(node for node in ast.walk(syntax_tree(file)) if isinstance(node, FUNCTIONS))
-
-
-def function_of(code: CodeType) -> Function | None:
-    """The function of a code object; None if its source cannot be read."""
-    for function in functions_in(code.co_filename):
-        # The first line of code with decorators is that of the first of them.
-        if function.name == code.co_name and first_line(function) == code.co_firstlineno:
-            return function
-    return None
+def nodes_in(block: Iterable[ast.AST]) -> Iterator[ast.AST]:
+    """Every node of these statements in the order of lines, except those of functions and classes defined in them."""
+    # Without recursion: an expression may be as deep as the parser allows.
+    left = [*block][::-1]
+    while left:
+        node = left.pop()
+        if not isinstance(node, (*FUNCTIONS, ast.ClassDef)):
+            yield node
+            left += [*ast.iter_child_nodes(node)][::-1]
 
 
 def name_of(node: ast.expr) -> str:
@@ -53,6 +53,11 @@ def name_of(node: ast.expr) -> str:
 def is_of_self(node: ast.AST | None) -> TypeGuard[ast.Attribute]:
     """Whether it is an attribute of ``self``."""
     return isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
+
+
+def is_constant(node: ast.expr, value: bool | None) -> bool:
+    """Whether it is this constant."""
+    return isinstance(node, ast.Constant) and node.value is value
 
 
 def first_line(statement: ast.stmt) -> int:

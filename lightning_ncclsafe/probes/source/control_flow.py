@@ -13,14 +13,14 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from lightning_ncclsafe.facts import ELSE, PAST, Branch, Decides
-from lightning_ncclsafe.probes.process.rank_names import (
+from lightning_ncclsafe.probes.source.rank_names import (
     RANK_WORDS,
     RankNames,
     given_beside_none,
     may_be_none,
     names_of_rank,
 )
-from lightning_ncclsafe.probes.process.syntax import COMPREHENSIONS, FUNCTIONS, first_line, last_line, name_of, parsed
+from lightning_ncclsafe.probes.source.syntax import COMPREHENSIONS, FUNCTIONS, first_line, last_line, name_of, parsed
 
 # Counters that are equal on all ranks, so that conditions on them are, too.
 _COUNTED = frozenset(

@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from lightning_ncclsafe.probes.process.syntax import FUNCTIONS, is_of_self, name_of
+from lightning_ncclsafe.probes.source.syntax import FUNCTIONS, is_of_self, name_of
 
 # Names in conditions that hold on some ranks only, as Lightning, torch and common training scripts use them.
 _TESTS = "is_global_zero|is_master|is_main_process|is_local_main_process|is_rank_zero|is_rank_0|is_first_rank"

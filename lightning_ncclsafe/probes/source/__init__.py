@@ -1,0 +1,1 @@
+"""The user's source: its functions, and what decides whether a line of it is reached. It is parsed, never executed."""

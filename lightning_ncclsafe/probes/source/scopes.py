@@ -1,0 +1,204 @@
+"""The user's functions as source: what they call and set, and what decides whether a line of theirs is reached.
+
+It reads source files, so it is not for the training's thread.
+"""
+
+import ast
+import inspect
+import itertools
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from types import CodeType
+from typing import Any, NamedTuple, TypeVar
+
+from lightning_ncclsafe.code.libraries import is_top_level
+from lightning_ncclsafe.facts import Branch, Decides
+from lightning_ncclsafe.probes.process.stacks import is_user_code
+from lightning_ncclsafe.probes.source.control_flow import control_flow
+from lightning_ncclsafe.probes.source.syntax import FUNCTIONS, Function, first_line, name_of, nodes_in, syntax_tree
+
+N = TypeVar("N", bound=ast.AST)
+
+MOST_PLACES = 8
+"""The most lines that are reported of one kind."""
+_CONDITIONS = (Decides.RANK, Decides.VALUE, Decides.COMMON)
+_MODULE = "<module>"
+
+
+@dataclass(frozen=True)
+class Scope:
+    """A function of the user's, or the statements of a file outside of its functions.
+
+    Attributes:
+        file: Path of the file; empty for a function that is not the user's, of which nothing is known.
+        name: Its name; ``"<module>"`` for a file.
+        line: Its first line, decorators included; 1 for a file.
+        body: Its statements; none if its source cannot be read.
+        parameters: Names of its parameters, in the order of positions.
+        collected: Names of its ``*args`` and ``**kwargs``.
+        outer: The function that it is in, or the file; None for a file.
+    """
+
+    file: str = ""
+    name: str = ""
+    line: int = 0
+    body: tuple[ast.stmt, ...] = field(default=(), compare=False, repr=False)
+    parameters: tuple[str, ...] = field(default=(), compare=False, repr=False)
+    collected: tuple[str, ...] = field(default=(), compare=False, repr=False)
+    outer: "Scope | None" = field(default=None, compare=False, repr=False)
+
+    @property
+    def is_function(self) -> bool:
+        """Whether it is no whole file."""
+        return not is_top_level(self.name)
+
+    @cached_property
+    def nodes(self) -> tuple[ast.AST, ...]:
+        """Every node in it, in the order of lines, without those of the functions and classes in it."""
+        return tuple(nodes_in(self.body))
+
+    def each(self, kind: type[N]) -> Iterator[N]:
+        """Its nodes of one kind, in the order of lines."""
+        return (node for node in self.nodes if isinstance(node, kind))
+
+    def calls(self, names: Collection[str]) -> Iterator[ast.Call]:
+        """Its calls of functions and methods with these names."""
+        return (call for call in self.each(ast.Call) if name_of(call.func) in names)
+
+    def calls_under_condition(self, name: str) -> tuple[str, ...]:
+        """Where it calls a function of this name under a condition on the rank: ``"file:line in training_step"``."""
+        lines = (call.lineno for call in self.calls([name]))
+        return tuple(self.place(line) for line in lines if self.rank_condition(line))
+
+    def sets(self, attributes: Collection[str]) -> tuple[str, ...]:
+        """Where it, or a function that it defines, sets one of these attributes: ``"file:line in training_step"``."""
+        nodes = (node for statement in self.body for node in ast.walk(statement))
+        lines = {one.line for node in nodes for one in attributes_set(node) if one.name in attributes}
+        return tuple(self.place(line) for line in sorted(lines))
+
+    def place(self, line: int) -> str:
+        """``"file:line in function"``; empty for line 0."""
+        return f"{self.file}:{line} in {self.name}" if line else ""
+
+    def passes_on(self, value: ast.expr) -> str:
+        """The parameter whose value this is, as the function was given it; empty for any other expression."""
+        name = value.id if isinstance(value, ast.Name) else ""
+        return name if name in self.parameters and name not in self._rebound else ""
+
+    @cached_property
+    def _rebound(self) -> frozenset[str]:
+        """The names that it gives another value."""
+        return frozenset(name.id for name in self.each(ast.Name) if isinstance(name.ctx, ast.Store))
+
+    def branches_around(self, line: int) -> tuple[Branch, ...]:
+        """The branches that may lead around a line of it."""
+        return control_flow(self.file).around(line).branches if self.file else ()
+
+    def rank_condition(self, line: int) -> str:
+        """The condition on the rank under which a line of it runs; empty if there is none."""
+        return control_flow(self.file).around(line).rank_condition if self.file else ""
+
+    def leads_around(self, line: int) -> tuple[str, ...]:
+        """The branches that may have led around a line: jumps before it, and conditions around it.
+
+        ``"file:line in training_step"`` of each, in their order.
+        """
+        branches = self.branches_around(line)
+        lines = {branch.line for branch in branches if branch.jump or branch.on in _CONDITIONS}
+        return tuple(map(self.place, sorted(lines)))
+
+    def conditions_around(self, line: int) -> tuple[str, ...]:
+        """The conditions among these branches; they are reported beside the line, jumps at a line of their own."""
+        branches = self.branches_around(line)
+        lines = {branch.line for branch in branches if not branch.jump and branch.on in _CONDITIONS}
+        return tuple(map(self.place, sorted(lines)))
+
+
+class AttributeSet(NamedTuple):
+    """A statement that sets an attribute, or a call of ``setattr`` that does.
+
+    Attributes:
+        owner: The expression whose attribute it is.
+        name: Name of the attribute.
+        value: What it is set to, or changed by; the attribute itself where the statement only declares its type.
+        line: The line.
+    """
+
+    owner: ast.expr
+    name: str
+    value: ast.expr
+    line: int
+
+
+def attributes_set(node: ast.AST) -> Iterator[AttributeSet]:
+    """The attributes that a node sets by itself, without what is within it."""
+    if isinstance(node, ast.Call) and name_of(node.func) == "setattr" and len(node.args) == 3:
+        owner, name, value = node.args
+        if isinstance(name, ast.Constant) and isinstance(name.value, str):
+            yield AttributeSet(owner, name.value, value, node.lineno)
+    elif isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign)):
+        for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+            if isinstance(target, ast.Attribute):
+                yield AttributeSet(target.value, target.attr, node.value or target, node.lineno)
+
+
+@lru_cache(maxsize=8)
+def scopes_of(file: str) -> tuple[Scope, ...]:
+    """A file itself, and all functions in it, methods and inner ones too; those that contain others come first."""
+    tree = syntax_tree(file)
+    whole = Scope(file, _MODULE, 1, tuple(tree.body))
+    found = [whole]
+    left: deque[tuple[ast.AST, Scope]] = deque([(tree, whole)])
+    while left:
+        node, scope = left.popleft()
+        if isinstance(node, FUNCTIONS):
+            scope = _function(file, node, scope)
+            found.append(scope)
+        left += ((child, scope) for child in ast.iter_child_nodes(node))
+    return tuple(found)
+
+
+def _function(file: str, node: Function, outer: Scope) -> Scope:
+    given = node.args
+    parameters = tuple(one.arg for one in (*given.posonlyargs, *given.args, *given.kwonlyargs))
+    collected = tuple(one.arg for one in (given.vararg, given.kwarg) if one is not None)
+    return Scope(file, node.name, first_line(node), tuple(node.body), parameters, collected, outer)
+
+
+def scope_of(function: Callable[..., Any] | CodeType | None) -> Scope:
+    """The source of a function, a method or the code of one; what decorators return is the function that they wrap."""
+    code = function if isinstance(function, CodeType) else _code_of(function)
+    if code is None or not is_user_code(code.co_filename):
+        return Scope()
+    # The first line of code with decorators is that of the first of them.
+    line = code.co_firstlineno if not is_top_level(code.co_name) else 1
+    known = (scope for scope in scopes_of(code.co_filename) if (scope.name, scope.line) == (code.co_name, line))
+    return next(known, Scope(code.co_filename, code.co_name, line))
+
+
+def _code_of(function: Callable[..., Any] | None) -> CodeType | None:
+    return getattr(inspect.unwrap(function), "__code__", None) if function is not None else None
+
+
+def scopes_in(owners: Iterable[Any]) -> Iterator[Scope]:
+    """The user's functions in the classes of these objects and their bases, of each class once."""
+    kinds = (kind for owner in owners if owner is not None for kind in type(owner).__mro__)
+    return itertools.chain.from_iterable(map(methods_in, dict.fromkeys(kinds)))
+
+
+def methods_in(kind: type) -> Iterator[Scope]:
+    """The user's functions in a class, without those of its bases."""
+    scopes = (scope_of(member) for member in vars(kind).values() if inspect.isfunction(member))
+    return (scope for scope in scopes if scope.file)
+
+
+def places_in(owners: Iterable[Any], asked: Callable[[Scope], Iterable[str]]) -> tuple[str, ...]:
+    """Lines in the user's functions of these objects, the first few."""
+    return first_places(place for scope in scopes_in(owners) for place in asked(scope))
+
+
+def first_places(places: Iterable[str]) -> tuple[str, ...]:
+    """The first few of these places, each once."""
+    return tuple(itertools.islice(dict.fromkeys(places), MOST_PLACES))
