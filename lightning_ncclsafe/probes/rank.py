@@ -78,7 +78,7 @@ _SLACK_S = 0.01
 _RUNS_S = 0.01
 # Lines that are searched for in the user's source, and the facts that have them: a search that fails, or takes long,
 # loses nothing else.
-_SEARCHED = {"set_at": "trainer", "timeouts_at": "steps"}
+_SEARCHED = {"ended_at": "trainer", "validates_at": "trainer", "set_at": "trainer", "timeouts_at": "steps"}
 # What is read one after the other belongs together only if the rank has not continued meanwhile: otherwise its stack
 # shows a call that its recorder does not have. A rank that is at work continues again and again.
 _MOST_READS = 3
@@ -272,8 +272,6 @@ class RankProbe:
             "trainer": self._trainer.facts,
             "steps": lambda: self._steps.facts(error=error) if self._steps else None,
             "caught": lambda: self._caught.facts(idle_s, besides=facts.exception) if self._caught else None,
-            "set_at": self._trainer.set_at,
-            "timeouts_at": lambda: self._steps.timeouts_at() if self._steps else None,
             "failed_save": lambda: _sourced(self._steps.failed_save if self._steps else None),
             **({"exception": lambda: _sourced(facts.exception)} if facts.exception is not None else {}),
             "stack": lambda: stacks.with_source(facts.stack),
@@ -293,6 +291,11 @@ class RankProbe:
             "workers": self._workers,
             "storage": self._trainer.storage,
             "versions": build.versions,
+            # On a starved host, reading the user's files takes longer than all the others.
+            "ended_at": self._trainer.ended_at,
+            "validates_at": self._trainer.validates_at,
+            "set_at": self._trainer.set_at,
+            "timeouts_at": lambda: self._steps.timeouts_at() if self._steps else None,
         }
         # Not among the slow probes: a starved rank would miss the deadline, and this shows that it is starved.
         machine = _try(lambda: self._machine.read(idle_s), facts.machine, "machine", missing)

@@ -52,8 +52,6 @@ BEFORE_HOST_FACTS = [
         "trainer",
         "steps",
         "caught",
-        "set_at",
-        "timeouts_at",
         "failed_save",
         "stack",
         "thread_stack",
@@ -63,7 +61,10 @@ BEFORE_HOST_FACTS = [
     ),
     *("loggers", "thread_lock", "awaited_thread", "peers"),
 ]
-AFTER_HOST_FACTS = ["file_lock", "held_locks", "awaited_file", "awaited_processes", "workers", "storage", "versions"]
+AFTER_HOST_FACTS = [
+    *("file_lock", "held_locks", "awaited_file", "awaited_processes", "workers", "storage", "versions"),
+    *("ended_at", "validates_at", "set_at", "timeouts_at"),
+]
 
 
 @pytest.fixture
