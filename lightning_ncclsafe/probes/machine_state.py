@@ -1,17 +1,13 @@
 """What besides its code delayed this rank in the last seconds: recorded at the guard's pace, read at an incident."""
 
-import gc
 import math
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from lightning_ncclsafe.code.side_thread import SideThread
 from lightning_ncclsafe.facts import (
-    GarbageFacts,
     InterfaceFacts,
     MachineFacts,
     MainThreadFacts,
@@ -23,6 +19,7 @@ from lightning_ncclsafe.probes.host.swap import PressureLook, look_at_pressure, 
 from lightning_ncclsafe.probes.network import name_servers_asked
 from lightning_ncclsafe.probes.process.ended_children import ChildWatch
 from lightning_ncclsafe.probes.process.environment import settings_seen
+from lightning_ncclsafe.probes.process.garbage import GarbageWatch
 from lightning_ncclsafe.probes.process.main_thread import ThreadLook, look_at_main_thread
 from lightning_ncclsafe.probes.process.stacks import training_thread_number
 
@@ -32,11 +29,6 @@ _EVERY_S = 1.0
 _LEAST_S, _MOST_S = 1.5, 20.0
 _SHORTEST_S = 0.5
 _LOOKS = 24
-
-# Collections of younger generations take microseconds, and run many times a second.
-_OLDEST_GENERATION = 2
-_REMEMBERED_S = 60.0
-_KEPT = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,45 +118,3 @@ def main_thread_over(looks: Sequence[tuple[float, ThreadLook]]) -> MainThreadFac
         preempted=grown(now.preempted, before.preempted),
         major_faults=grown(now.major_faults, before.major_faults),
     )
-
-
-class GarbageWatch:
-    """Records when full garbage collections begin and end; costs about a microsecond for each."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._began_s: float | None = None
-        self._pauses: deque[tuple[float, float]] = deque(maxlen=_KEPT)
-
-    def start(self) -> None:
-        """Registers the callback."""
-        gc.callbacks.append(self._notice)
-
-    def close(self) -> None:
-        """Removes the callback; may be called more than once."""
-        if self._notice in gc.callbacks:
-            gc.callbacks.remove(self._notice)
-
-    def read(self) -> GarbageFacts:
-        """The recent collections; takes about 1 ms for each gigabyte of small objects."""
-        now_s, began_s = self._clock(), self._began_s
-        recent = [(start, end) for start, end in [*self._pauses] if now_s - end <= _REMEMBERED_S]
-        longest = max(recent, key=lambda pause: pause[1] - pause[0], default=(now_s, now_s))
-        return GarbageFacts(
-            running_s=round(now_s - began_s, 3) if began_s is not None else 0.0,
-            longest_s=round(longest[1] - longest[0], 3),
-            ended_ago_s=round(now_s - longest[1], 3),
-            total_s=round(sum(end - start for start, end in recent), 3),
-            count=len(recent),
-            blocks=sys.getallocatedblocks(),
-        )
-
-    def _notice(self, phase: str, info: dict[str, Any]) -> None:
-        """Called by the garbage collector, on any thread."""
-        if info["generation"] < _OLDEST_GENERATION:
-            return
-        if phase == "start":
-            self._began_s = self._clock()
-        elif self._began_s is not None:
-            self._pauses.append((self._began_s, self._clock()))
-            self._began_s = None

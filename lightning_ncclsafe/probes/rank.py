@@ -15,6 +15,7 @@ import psutil
 from lightning_ncclsafe._torch import build
 from lightning_ncclsafe.code.side_thread import SideThread, UnansweredError
 from lightning_ncclsafe.facts import (
+    COLLECTOR,
     ExceptionFacts,
     Frame,
     HostFacts,
@@ -33,6 +34,7 @@ from lightning_ncclsafe.probes.process import (
     child_waits,
     file_waits,
     flight_recorder,
+    garbage,
     lock_waits,
     stacks,
     thread_waits,
@@ -45,6 +47,7 @@ from lightning_ncclsafe.probes.process.last_seen import LastSeenFile
 from lightning_ncclsafe.probes.process.main_thread import (
     another_thread_runs,
     look_at_main_thread,
+    other_threads_ran_s,
     thread_ran_s,
     waits_for_gil,
 )
@@ -65,13 +68,13 @@ _NOTE_S = 2.0
 _RUNS_S = 0.01
 # Lines that are searched for in the user's source, and the facts that have them: a search that fails, or takes long,
 # loses nothing else.
-_SEARCHED = {"set_at": "trainer", "timeouts_at": "steps"}
+_SEARCHED = {"ended_at": "trainer", "validates_at": "trainer", "set_at": "trainer", "timeouts_at": "steps"}
 # What is read one after the other belongs together only if the rank has not continued meanwhile: otherwise its stack
 # shows a call that its recorder does not have. A rank that is at work continues again and again.
 _MOST_READS = 3
 # How often a peer is looked at again, as its guard may have had a turn meanwhile.
 _LOOKS_AFTERWARDS = 3
-# How often a peer is looked at until its main thread has run for long enough.
+# How often a peer is looked at until its main thread has run for long enough, or has slept all the time.
 _MOST_LOOKS = 3
 # A thread that executes bytecode for so long has released the GIL at least twice, if others wait for it.
 _SWITCHES_S = 0.02
@@ -219,8 +222,6 @@ class RankProbe:
             "trainer": self._trainer.facts,
             "steps": lambda: self._steps.facts(error=error) if self._steps else None,
             "caught": lambda: self._caught.facts(idle_s, besides=facts.exception) if self._caught else None,
-            "set_at": self._trainer.set_at,
-            "timeouts_at": lambda: self._steps.timeouts_at() if self._steps else None,
             "failed_save": lambda: _sourced(self._steps.failed_save if self._steps else None),
             **({"exception": lambda: _sourced(facts.exception)} if facts.exception is not None else {}),
             "stack": lambda: stacks.with_source(facts.stack),
@@ -240,6 +241,11 @@ class RankProbe:
             "workers": self._workers,
             "storage": self._trainer.storage,
             "versions": build.versions,
+            # On a starved host, reading the user's files takes longer than all the others.
+            "ended_at": self._trainer.ended_at,
+            "validates_at": self._trainer.validates_at,
+            "set_at": self._trainer.set_at,
+            "timeouts_at": lambda: self._steps.timeouts_at() if self._steps else None,
         }
         # Not among the slow probes: a starved rank would miss the deadline, and this shows that it is starved.
         machine = _try(lambda: self._machine.read(idle_s), facts.machine, "machine", missing)
@@ -288,32 +294,35 @@ class RankProbe:
         armed = traceback_signal.armed_in(peer.pid)
         if armed is None:
             return (), False
+        collects = garbage.collects_garbage(peer.pid)
         is_held, slept = self._holds_gil(peer)
         stack = traceback_signal.ask(peer.pid, armed)
         # The signal ends a sleep in native code. Where native code calls Python's handler, other threads have a turn.
         is_held = is_held and bool(stack) and (slept or any(self._holds_gil(peer)[0] for _ in range(_LOOKS_AFTERWARDS)))
+        if stack and collects and garbage.collects_garbage(peer.pid):
+            stack = (*stack, Frame(file=COLLECTOR, line=0, function="collect"))
         return stack, is_held
 
     def _holds_gil(self, peer: RankInfo) -> tuple[bool, bool]:
         """Whether a thread of a peer holds the GIL in native code, and whether its main thread sleeps.
 
-        The guard waits for it in vain, while the main thread runs for long enough to release it, or sleeps. On a
-        starved host, it takes a few looks until the main thread has run for so long.
+        The guard waits for it in vain, while the main thread runs for long enough to release it, or sleeps and no other
+        thread works. On a starved host, it takes a few looks until the main thread has run for so long.
         """
         if not peer.has_guard:
             return False, False
-        ran_s = 0.0
+        ran_s, sleeps = 0.0, True
         for _ in range(_MOST_LOOKS):
-            before = look_at_main_thread(peer.pid)
+            before, others = look_at_main_thread(peer.pid), other_threads_ran_s(peer.pid)
             if not waits_for_gil(peer.pid, peer.guard_threads):
-                break
+                return False, False
             now = look_at_main_thread(peer.pid)
             ran_s += (now.ran_s or 0.0) - (before.ran_s or 0.0)
-            # Another thread that runs, or waits for a core, may be the one that holds it, and execute bytecode.
-            slept = now.is_interruptible and not ran_s and not another_thread_runs(peer.pid)
-            if slept or ran_s >= _SWITCHES_S:
-                return True, slept
-        return False, False
+            if ran_s >= _SWITCHES_S:
+                return True, False
+            # Another thread that works may be the one that holds it, and execute bytecode.
+            sleeps = sleeps and now.is_interruptible and not ran_s and not another_thread_runs(peer.pid, others)
+        return sleeps, sleeps
 
     def _host_facts(self) -> HostFacts:
         found = self._host.read()

@@ -15,10 +15,10 @@ import pytest
 from own_threads import join_own_threads
 from polling import until
 
-from lightning_ncclsafe.facts import EndedProcess, GarbageFacts, InterfaceFacts
+from lightning_ncclsafe.facts import EndedProcess, InterfaceFacts
 from lightning_ncclsafe.probes.host.cgroups import ControlGroups, Throttling
 from lightning_ncclsafe.probes.host.swap import PressureLook, look_at_pressure, pressure_between
-from lightning_ncclsafe.probes.machine_state import GarbageWatch, MachineProbe
+from lightning_ncclsafe.probes.machine_state import MachineProbe
 from lightning_ncclsafe.probes.process.ended_children import ChildWatch, ended_children
 from lightning_ncclsafe.probes.process.main_thread import ThreadLook, look_at_main_thread
 
@@ -162,22 +162,6 @@ def test_the_interface_is_found_once_in_the_background() -> None:
     assert asked == [1]
 
 
-def test_only_full_collections_are_timed() -> None:
-    before = [*gc.callbacks]
-    watch = GarbageWatch()
-    watch.start()
-    gc.collect(0)
-    assert watch.read().count == 0
-    gc.collect()
-    watch.close()
-    watch.close()
-    found = watch.read()
-    assert (found.count, found.running_s) == (1, 0.0)
-    assert 0 < found.longest_s <= found.total_s + 0.001
-    assert found.blocks
-    assert gc.callbacks == before
-
-
 def test_a_probe_watches_collections_from_its_first_note_until_close() -> None:
     before = [*gc.callbacks]
     probe = MachineProbe()
@@ -186,24 +170,6 @@ def test_a_probe_watches_collections_from_its_first_note_until_close() -> None:
     assert len(gc.callbacks) == len(before) + 1
     probe.close()
     assert gc.callbacks == before
-
-
-def test_running_and_outdated_collections_are_handled() -> None:
-    now = 0.0
-    watch = GarbageWatch(clock=lambda: now)
-    for begins, ends in ((0.0, 30.0), (40.0, 42.0), (70.0, 71.0)):
-        now = begins
-        watch._notice("start", {"generation": 2})
-        now = ends
-        watch._notice("stop", {"generation": 2})
-    now = 95.0
-    watch._notice("start", {"generation": 2})
-    now = 98.5
-    found = watch.read()
-    # The first ended more than a minute ago.
-    assert found == GarbageFacts(
-        running_s=3.5, longest_s=2.0, ended_ago_s=56.5, total_s=3.0, count=2, blocks=found.blocks
-    )
 
 
 def ended(process: "subprocess.Popen[bytes]") -> None:

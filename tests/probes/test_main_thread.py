@@ -13,6 +13,7 @@ from polling import until
 from lightning_ncclsafe.probes.process.main_thread import (
     another_thread_runs,
     look_at_main_thread,
+    other_threads_ran_s,
     slept_s,
     thread_ran_s,
     waits_for_gil,
@@ -110,16 +111,28 @@ def test_it_is_seen_whether_another_thread_than_the_main_one_runs() -> None:
     done = threading.Event()
     worker = threading.Thread(target=lambda: all(iter(lambda: not done.is_set(), False)))
     worker.start()
-    assert until(lambda: another_thread_runs(os.getpid()))
+    assert until(lambda: another_thread_runs(os.getpid(), other_threads_ran_s(os.getpid())))
     done.set()
     worker.join()
     with subprocess.Popen(["sleep", "60"]) as process:
-        assert not another_thread_runs(process.pid)
+        assert other_threads_ran_s(process.pid) == {}
+        assert not another_thread_runs(process.pid, {})
         process.kill()
 
 
+@pytest.mark.parametrize(("worked_s", "runs"), [(0.001, False), (0.05, True)])
+def test_a_thread_that_sleeps_now_may_have_worked_since(tmp_path: Path, worked_s: float, runs: bool) -> None:
+    for thread, ran_s in ((7, 9.0), (8, 1.0 + worked_s)):
+        folder = tmp_path / "7" / "task" / str(thread)
+        folder.mkdir(parents=True)
+        (folder / "schedstat").write_text(f"{round(ran_s * 1e9)} 0 1\n")
+        (folder / "stat").write_text(f"{thread} (python) S 1 1\n")
+    assert another_thread_runs(7, {"8": 1.0}, tmp_path) is runs
+    assert other_threads_ran_s(7, tmp_path) == {"8": pytest.approx(1.0 + worked_s)}
+
+
 def test_of_a_thread_that_is_not_there_nothing_is_known(tmp_path: Path) -> None:
-    assert not another_thread_runs(1, tmp_path)
+    assert not another_thread_runs(1, {}, tmp_path)
     assert not waits_for_gil(os.getpid(), [0])
     assert not waits_for_gil(os.getpid(), [])
     assert not waits_for_gil(1, [1], tmp_path)

@@ -21,6 +21,7 @@ from polling import until
 
 from lightning_ncclsafe.code.side_thread import SideThread, UnansweredError
 from lightning_ncclsafe.facts import (
+    COLLECTOR,
     Frame,
     Group,
     HostFacts,
@@ -33,7 +34,7 @@ from lightning_ncclsafe.facts import (
 )
 from lightning_ncclsafe.probes import rank
 from lightning_ncclsafe.probes.host.resources import HostProbe
-from lightning_ncclsafe.probes.process import flight_recorder, stacks, traceback_signal
+from lightning_ncclsafe.probes.process import flight_recorder, garbage, stacks, traceback_signal
 from lightning_ncclsafe.probes.process.growth import MemoryGrowth
 from lightning_ncclsafe.probes.process.main_thread import ThreadLook
 from lightning_ncclsafe.probes.process.traceback_signal import Armed
@@ -50,8 +51,6 @@ BEFORE_HOST_FACTS = [
         "trainer",
         "steps",
         "caught",
-        "set_at",
-        "timeouts_at",
         "failed_save",
         "stack",
         "thread_stack",
@@ -61,7 +60,10 @@ BEFORE_HOST_FACTS = [
     ),
     *("loggers", "thread_lock", "awaited_thread", "peers"),
 ]
-AFTER_HOST_FACTS = ["file_lock", "held_locks", "awaited_file", "awaited_processes", "workers", "storage", "versions"]
+AFTER_HOST_FACTS = [
+    *("file_lock", "held_locks", "awaited_file", "awaited_processes", "workers", "storage", "versions"),
+    *("ended_at", "validates_at", "set_at", "timeouts_at"),
+]
 
 
 @pytest.fixture
@@ -279,7 +281,8 @@ ARMED = Armed(python_signum=61, c_signum=60, fd=9)
     ("guard_waits", "state", "runs_s", "gil_held"),
     [
         pytest.param([True, True], "running", 0.05, True, id="computes-in-C"),
-        pytest.param([True], "sleeping", 0.0, True, id="slept-in-C-until-the-signal"),
+        pytest.param([True] * rank._MOST_LOOKS, "sleeping", 0.0, True, id="slept-in-C-until-the-signal"),
+        pytest.param([True, False], "sleeping", 0.0, False, id="sleeps-while-others-take-turns"),
         pytest.param([True, False, True], "running", 0.05, True, id="its-C-has-called-the-handler"),
         pytest.param([True, *[False] * rank._LOOKS_AFTERWARDS], "running", 0.05, False, id="has-returned-from-C"),
         pytest.param([True] * 4, "running", 0.011, True, id="computes-in-C-on-a-starved-host"),
@@ -307,7 +310,7 @@ def test_the_gil_is_held_if_the_guard_waits_for_it_in_vain(
     looks = (ThreadLook(state=state, ran_s=ran_s) for ran_s in itertools.accumulate(itertools.repeat(runs_s)))
     monkeypatch.setattr(rank, "look_at_main_thread", lambda pid: next(looks))
     monkeypatch.setattr(rank, "waits_for_gil", lambda pid, threads: next(waits) and (pid, threads) == (77, (79, 80)))
-    monkeypatch.setattr(rank, "another_thread_runs", lambda pid: False)
+    monkeypatch.setattr(rank, "another_thread_runs", lambda pid, before: False)
     monkeypatch.setattr(traceback_signal, "armed_in", lambda pid: ARMED)
     monkeypatch.setattr(traceback_signal, "ask", lambda pid, armed: (line,))
     peer = RankInfo(rank=1, host="h", pid=77, guard_threads=(79, 80), has_guard=has_guard)
@@ -317,6 +320,20 @@ def test_the_gil_is_held_if_the_guard_waits_for_it_in_vain(
     assert probe._asked(peer) == ((), False), "the line is not known"
 
 
+@pytest.mark.parametrize(("looks", "is_collecting"), [((True, True), True), ((True, False), False), ((False,), False)])
+def test_a_peer_that_collects_garbage_has_the_collector_on_its_stack(
+    probe: RankProbe, monkeypatch: pytest.MonkeyPatch, looks: tuple[bool, ...], is_collecting: bool
+) -> None:
+    line = Frame(file="/home/me/train.py", line=9, function="training_step", user=True)
+    answers = iter(looks)
+    monkeypatch.setattr(garbage, "collects_garbage", lambda pid: next(answers))
+    monkeypatch.setattr(traceback_signal, "armed_in", lambda pid: ARMED)
+    monkeypatch.setattr(traceback_signal, "ask", lambda pid, armed: (line,))
+    stack, _ = probe._asked(RankInfo(rank=1, host="h", pid=77))
+    assert (stack[-1].file == COLLECTOR) is is_collecting
+    assert stack[0] == line
+
+
 @pytest.mark.parametrize("another_runs", [False, True])
 def test_a_main_thread_that_sleeps_does_not_hold_the_gil_if_another_thread_runs(
     probe: RankProbe, monkeypatch: pytest.MonkeyPatch, another_runs: bool
@@ -324,7 +341,8 @@ def test_a_main_thread_that_sleeps_does_not_hold_the_gil_if_another_thread_runs(
     line = Frame(file="/home/me/train.py", line=9, function="training_step", user=True)
     monkeypatch.setattr(rank, "look_at_main_thread", lambda pid: ThreadLook(state="sleeping", ran_s=1.0))
     monkeypatch.setattr(rank, "waits_for_gil", lambda pid, threads: True)
-    monkeypatch.setattr(rank, "another_thread_runs", lambda pid: another_runs)
+    runs = iter([False, another_runs, False])
+    monkeypatch.setattr(rank, "another_thread_runs", lambda pid, before: next(runs))
     monkeypatch.setattr(traceback_signal, "armed_in", lambda pid: ARMED)
     monkeypatch.setattr(traceback_signal, "ask", lambda pid, armed: (line,))
     assert probe._asked(RankInfo(rank=1, host="h", pid=77)) == ((line,), not another_runs)

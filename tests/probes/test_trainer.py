@@ -457,7 +457,7 @@ def test_the_reason_the_loop_ended_is_kept_after_the_trainer(
     assert facts.batches == options.get("limit_train_batches", BATCHES)
     places = [f"{__file__}:{line} in " for line in lines_of(*marks)]
     assert not facts.changed
-    assert sorted(place.rpartition(" ")[0] + " " for place in facts.ended_at) == sorted(places)
+    assert sorted(place.rpartition(" ")[0] + " " for place in probe.ended_at()) == sorted(places)
 
 
 class Stopping(Callback):
@@ -474,9 +474,7 @@ def test_a_line_that_callbacks_inherit_is_named_once(tmp_path: Path) -> None:
     probe = TrainerProbe(trainer)
     probe.started = True
     trainer.fit(Net(), *LOADERS["fit"])
-    facts = probe.facts()
-    assert facts is not None
-    assert facts.ended_at == (f"{__file__}:{lines_of('stopped by each')[0]} in on_train_batch_end",)
+    assert probe.ended_at() == (f"{__file__}:{lines_of('stopped by each')[0]} in on_train_batch_end",)
 
 
 class Validating(Net):
@@ -485,13 +483,13 @@ class Validating(Net):
     def __init__(self, probe: TrainerProbe) -> None:
         super().__init__()
         self.probe = probe
-        self.seen: list[TrainerFacts | None] = []
+        self.seen: list[tuple[TrainerFacts | None, tuple[str, ...], tuple[str, ...]]] = []
 
     def on_train_start(self) -> None:
         self.trainer.val_check_batch = 2  # validates
 
     def on_validation_end(self) -> None:
-        self.seen.append(self.probe.facts())
+        self.seen.append((self.probe.facts(), self.probe.ended_at(), self.probe.validates_at()))
 
 
 def test_a_validation_in_mid_epoch_does_not_end_it(tmp_path: Path) -> None:
@@ -500,10 +498,10 @@ def test_a_validation_in_mid_epoch_does_not_end_it(tmp_path: Path) -> None:
     probe.started = True
     module = Validating(probe)
     trainer.fit(module, *LOADERS["fit"])
-    within, *_ = module.seen
+    (within, ended_at, validates_at), *_ = module.seen
     assert within is not None and within.batches_begun == 2 < BATCHES
     assert within.end is LoopEnd.UNKNOWN
-    assert within.ended_at == (f"{__file__}:{lines_of('validates')[0]} in on_train_start",) == within.validates_at
+    assert ended_at == (f"{__file__}:{lines_of('validates')[0]} in on_train_start",) == validates_at
 
 
 def test_a_changed_max_epochs_is_found(tmp_path: Path) -> None:
@@ -514,7 +512,7 @@ def test_a_changed_max_epochs_is_found(tmp_path: Path) -> None:
     facts = probe.facts()
     assert facts is not None and trainer.current_epoch == 1
     assert (facts.changed, facts.settings["max_epochs"]) == ({"max_epochs": "1"}, "6")
-    assert facts.ended_at == (f"{__file__}:{lines_of('last epoch')[0]} in make_last",)
+    assert probe.ended_at() == (f"{__file__}:{lines_of('last epoch')[0]} in make_last",)
 
 
 def test_a_manually_set_epoch_count_is_a_change(tmp_path: Path) -> None:
@@ -525,7 +523,7 @@ def test_a_manually_set_epoch_count_is_a_change(tmp_path: Path) -> None:
     facts = probe.facts()
     assert facts is not None and trainer.current_epoch == 6
     assert (facts.changed, facts.settings["first epoch"]) == ({"first epoch": "4"}, "0")
-    assert facts.ended_at == (f"{__file__}:{lines_of('recounts')[0]} in on_train_start",)
+    assert probe.ended_at() == (f"{__file__}:{lines_of('recounts')[0]} in on_train_start",)
 
 
 def test_no_setting_has_changed_in_epoch_end_hooks(tmp_path: Path) -> None:

@@ -803,6 +803,21 @@ def test_a_save_that_failed_on_all_ranks_left_nobody_behind() -> None:
     assert "checkpoint-skipped-barrier" not in found(replace(scene, ranks=everywhere))
 
 
+def test_the_line_of_a_caught_save_is_in_the_try_that_has_caught_it() -> None:
+    """The user's CheckpointIO has one, too, out of which the exception came."""
+    scene = scenes.save_failed_and_was_caught(GLOO)
+    first, *others = scene.ranks
+    assert first.failed_save is not None
+    run, hook, save, *_ = first.failed_save.stack
+    called = replace(hook, handler="except OSError as error:  (line 119)")
+    raised_at = replace(hook, line=30, function="save_checkpoint", handler="except OSError:  (line 33)")
+    for stack, line in (((run, called, save, raised_at), 117), ((run, hook, save, raised_at), 30)):
+        failed = replace(first.failed_save, stack=stack)
+        one = found(replace(scene, ranks=(replace(first, failed_save=failed), *others)))["checkpoint-skipped-barrier"]
+        assert one.location.endswith(f":{line} in {stack[1].function if line == 117 else 'save_checkpoint'}")
+        assert ("caught by `except OSError as error:` (line 119) around" in one.summary) is (line == 117)
+
+
 def on_two(facts: RankFacts, *, on_gloo: RankFacts) -> RankFacts:
     """The same rank, whose default group has gloo beside NCCL, and has called there what another builder says."""
     groups = (replace(group, name="0:gloo", description="default_pg:gloo") for group in on_gloo.groups)

@@ -3,7 +3,7 @@
 import os
 import platform
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +14,8 @@ _PROC = Path("/proc")
 _ASLEEP, _BLOCKED, _RUNNING = "sleeping", "disk-sleep", "running"
 # A thread that waits for the GIL wakes up 20 times meanwhile, or fewer on a busy host, and runs for 0.05 ms each time.
 _WAITS_S, _LOOKS, _LEAST_WOKEN, _MOST_RUN_S = 0.1, 5, 10, 0.00015
+# A thread that has run for longer than this meanwhile does more than to wait for the GIL.
+_WORKS_S = 0.005
 # psutil's names; psutil reads them for whole processes only, and more slowly.
 _STATES = {
     "R": _RUNNING,
@@ -126,11 +128,25 @@ def thread_ran_s(thread_id: int) -> float:
     return own or 0.0
 
 
-def another_thread_runs(pid: int, proc: Path = _PROC) -> bool:
-    """Whether a thread of a process besides its main one runs, or waits for a core."""
-    threads = or_none(lambda: os.listdir(proc / str(pid) / "task")) or []
-    others = (_stat(proc / str(pid) / "task" / thread) for thread in threads if thread != str(pid))
-    return any(_STATES.get(fields[_STATE_FIELD]) == _RUNNING for fields in others if fields)
+def other_threads_ran_s(pid: int, proc: Path = _PROC) -> dict[str, float]:
+    """CPU seconds of the threads of a process besides its main one, by their numbers."""
+    folder = proc / str(pid) / "task"
+    threads = or_none(lambda: os.listdir(folder)) or []
+    return {thread: _turns_s(folder / thread)[0] or 0.0 for thread in threads if thread != str(pid)}
+
+
+def another_thread_runs(pid: int, before: Mapping[str, float], proc: Path = _PROC) -> bool:
+    """Whether a thread of a process besides its main one runs, waits for a core, or has worked since.
+
+    Args:
+        pid: The process.
+        before: What :func:`other_threads_ran_s` gave 0.1 s ago.
+    """
+    now = other_threads_ran_s(pid, proc)
+    if any(ran_s - before.get(thread, 0.0) > _WORKS_S for thread, ran_s in now.items()):
+        return True
+    states = (_stat(proc / str(pid) / "task" / thread) for thread in now)
+    return any(_STATES.get(fields[_STATE_FIELD]) == _RUNNING for fields in states if fields)
 
 
 def waits_for_gil(pid: int, threads: Iterable[int], proc: Path = _PROC) -> bool:

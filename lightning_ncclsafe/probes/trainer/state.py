@@ -124,32 +124,42 @@ class TrainerProbe:
         return tuple(_loader_facts(loader, count) for loader, count in zip(_loaders_of(loop), each, strict=False))
 
     def facts(self) -> TrainerFacts | None:
-        """Its settings, and how its training loop ended; None if it does not ``fit``. For ``set_at``, see there."""
+        """Its settings, and how its training loop ended, without lines; None if it does not ``fit``."""
         trainer = self._trainer
         if not self._fits():
             return None
         batches, count = trainer.fit_loop.epoch_loop.batch_progress, _number_of(trainer.fit_loop.max_batches)
         begun = 0 if self._is_between_epochs() else batches.current.ready
-        end, now = _loop_end(trainer, count), self._read_settings() if self._settings else {}
         resumed = getattr(trainer, "ckpt_path", None)
-        changed = {name: now.get(name, "None") for name in _ENDS if now.get(name) != self._settings.get(name)}
         return TrainerFacts(
             settings=self._settings or ({"ckpt_path": str(resumed)} if resumed else {}),
-            changed=changed,
+            changed=self._changed(),
             callbacks=tuple(type(callback).__name__ for callback in trainer.callbacks),
             validates_by_clock=self._validation_s() is not None,
-            end=end,
-            ended_at=first_places(_ending_lines(trainer, end, changed)),
-            validates_at=first_places(_lines_that_set(trainer, _VALIDATES_AT_ALL)),
+            end=_loop_end(trainer),
             batches_begun=begun,
             batches_before=batches.total.ready - begun,
             batches=count,
             validated=trainer.fit_loop.epoch_loop.val_loop.batch_progress.current.completed,
         )
 
+    def ended_at(self) -> tuple[str, ...]:
+        """Lines that may have made its training loop end as it did; a search in the user's source, as the next two."""
+        trainer = self._trainer
+        return first_places(_ending_lines(trainer, _loop_end(trainer), self._changed())) if self._fits() else ()
+
+    def validates_at(self) -> tuple[str, ...]:
+        """Lines that set after which batches or epochs validation runs."""
+        return first_places(_lines_that_set(self._trainer, _VALIDATES_AT_ALL)) if self._fits() else ()
+
     def set_at(self) -> dict[str, tuple[str, ...]]:
-        """Where each setting may have got its value, by a search in the user's source; empty if it does not ``fit``."""
+        """Where each setting may have got its value."""
         return setting_lines(self._trainer, _SETTINGS) if self._fits() else {}
+
+    def _changed(self) -> dict[str, str]:
+        """Settings that end the loop and are others now than when it began."""
+        now = self._read_settings() if self._settings else {}
+        return {name: now.get(name, "None") for name in _ENDS if now.get(name) != self._settings.get(name)}
 
     def validation_loaders(self) -> list[Any]:
         """The dataloaders of fit's validation, if they exist already."""
@@ -258,8 +268,8 @@ class TrainerProbe:
         return getattr(getattr(loop, "epoch_loop", loop), "batch_progress", None)
 
 
-def _loop_end(trainer: Any, count: int | None) -> LoopEnd:
-    batches = trainer.fit_loop.epoch_loop.batch_progress
+def _loop_end(trainer: Any) -> LoopEnd:
+    batches, count = trainer.fit_loop.epoch_loop.batch_progress, _number_of(trainer.fit_loop.max_batches)
     if trainer.should_stop:
         return LoopEnd.SHOULD_STOP
     current = batches.current

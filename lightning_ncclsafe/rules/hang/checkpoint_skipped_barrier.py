@@ -1,8 +1,10 @@
 """The cause checkpoint-skipped-barrier: a rank's save failed and was caught, and the others wait in the save."""
 
 from collections.abc import Iterator
+from itertools import takewhile
 
-from lightning_ncclsafe.facts import RankFacts
+from lightning_ncclsafe.code.libraries import SAVE_CHECKPOINT
+from lightning_ncclsafe.facts import Frame, RankFacts
 from lightning_ncclsafe.rules.kit import (
     Confidence,
     Evidence,
@@ -10,6 +12,7 @@ from lightning_ncclsafe.rules.kit import (
     Timeline,
     advice,
     at_words,
+    condition_words,
     deepest_user_frame,
     error_words,
     finding,
@@ -18,6 +21,7 @@ from lightning_ncclsafe.rules.kit import (
     phase_evidence,
     ranks_words,
     recorder_evidence,
+    short_location,
     storage_evidence,
     verb,
     where_words,
@@ -68,10 +72,11 @@ def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
     facts = view.facts[ranks[0]]
     failed = facts.failed_save
     assert failed is not None
-    frame = deepest_user_frame(failed.stack)
+    raised_at, caught_at = deepest_user_frame(failed.stack), _caught_at(failed.stack)
+    by = f" by {condition_words(caught_at.handler)} around {short_location(caught_at)}" if caught_at else ""
     text = (
-        f"saving a checkpoint on {ranks_words(ranks)} raised {error_words(failed)}{at_words(frame)}; "
-        "the exception was caught, so "
+        f"saving a checkpoint on {ranks_words(ranks)} raised {error_words(failed)}{at_words(raised_at)}; "
+        f"the exception was caught{by}, so "
         f"{verb(ranks, 'the rank', 'these ranks')} never reached the save's barrier and {verb(ranks, 'is', 'are')} now "
         f"{where_words(view, ranks[0])}{while_others_wait(view, ranks)}."
     )
@@ -80,10 +85,18 @@ def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
         ranks,
         text,
         confidence=Confidence.CERTAIN,
-        location=location_of(frame),
+        location=location_of(caught_at or raised_at),
         evidence=(*_evidence(view, ranks), *phase_evidence(view, ranks), *recorder_evidence(view)),
         remedy=_REMEDY.format(advice=advice(failed)),
     )
+
+
+def _caught_at(stack: tuple[Frame, ...]) -> Frame | None:
+    """The user's line that called for the save, in a ``try`` that catches exceptions; None if it is in none."""
+    calls = tuple(takewhile(lambda frame: not SAVE_CHECKPOINT.has(frame.file, frame.function), stack))
+    if len(calls) == len(stack):
+        return None  # what is inside the save has not caught it
+    return next((frame for frame in reversed(calls) if frame.user and frame.handler), None)
 
 
 def _evidence(view: Timeline, ranks: tuple[int, ...]) -> Iterator[Evidence]:
