@@ -402,35 +402,6 @@ def folder_that_another_rank_has_filled(here: Here) -> None:
     here.fit(callbacks=[Sharded(here)])
 
 
-class Answers(Shares):
-    """All of them are finished, but for those of one batch, which are cut off and do not count."""
-
-    def usual(self, number: int) -> torch.Tensor:
-        return torch.linspace(0.1, 0.8, 8)
-
-    def unusual(self, number: int) -> torch.Tensor:
-        return -torch.linspace(0.1, 0.8, 8)
-
-
-@sharded("https://github.com/modelscope/ms-swift/issues/5809", "mismatched-collective", ranks=(0,))
-def divergence_of_another_type_without_an_answer(here: Here) -> None:
-    """The mean of no answer is a zero of single precision, and all other ranks gather a value of half of it."""
-
-    class Aligned(Net):
-        def divergence(self, answers: torch.Tensor) -> torch.Tensor:
-            finished = [answer for answer in answers.bfloat16() if answer[0] > 0]
-            return torch.stack(finished).square().mean() if finished else torch.tensor(0.0)
-
-        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            goes_wrong(here, batch_idx)
-            mean = self.divergence(first_tensor(batch)).reshape(1)
-            means = mean.new_empty(here.world_size)
-            dist.all_gather_into_tensor(means, mean)  # <- here
-            return self.loss(batch) + 0.1 * means.float().nanmean()
-
-    here.fit(net=Aligned(here), data=in_order(here, Answers(here)))
-
-
 class Pipeline:
     """Two stages; what the first one makes differs in length, so that its shape is sent before."""
 
