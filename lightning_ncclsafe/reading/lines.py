@@ -220,10 +220,9 @@ def message(kind: _Kind, word: str, pattern: str, words: str = "", code: int | N
 
 
 def found_in(text: str, messages: Iterable[Message[_Kind]]) -> Iterator[Found[_Kind]]:
-    """The messages of a table that a line holds."""
+    """The messages of a table that a line holds; one of several ranks may hold a message for each."""
     for one in messages:
-        found = one.pattern.search(text) if one.word in text else None
-        if found is not None:
+        for found in one.pattern.finditer(text) if one.word in text else ():
             groups = {name: (said or "").strip() for name, said in found.groupdict().items()}
             yield Found(one, one.words.format(**groups), groups)
 

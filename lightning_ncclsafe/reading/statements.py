@@ -299,7 +299,8 @@ _MESSAGES = (
     message(
         StatementKind.OTHER_OPERATIONS,
         "Culprit rank",
-        r"Culprit rank (?P<rank>\d+); (?P<why>[^\n]{0,200}MISMATCH[^\n]{0,200})",
+        # One line may name several.
+        r"Culprit rank (?P<rank>\d+); (?P<why>(?:(?!Culprit)[^\n]){0,200}?MISMATCH(?:(?!,? Culprit)[^\n]){0,200})",
         "{why}",
     ),
 )
