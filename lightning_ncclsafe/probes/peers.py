@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from lightning_ncclsafe.code.side_thread import OWN_THREADS
 from lightning_ncclsafe.facts import ANSWERING, ENDED, GONE, Frame, ProcessFacts
+from lightning_ncclsafe.probes.asking import ask
 from lightning_ncclsafe.probes.host.resources import look_at, signal_name
 from lightning_ncclsafe.probes.process import stacks
 from lightning_ncclsafe.probes.process.crash_traces import CrashTraces
@@ -24,20 +25,20 @@ class Peers:
     """Looks at other ranks of this host, and asks those that are silent.
 
     Args:
-        ask: Asks a peer for the stack of its main thread, and whether something holds its GIL in native code.
         growth: The memory of processes as it was seen before.
         launched: The exit codes of ranks that this process has launched and waited for, by process id; negative for
             a signal.
         look_at: Gives what the kernel shows of a process.
+        ask: Asks a peer for the stack of its main thread, and whether something holds its GIL in native code.
     """
 
     def __init__(
         self,
         *,
-        ask: Callable[[RankInfo], tuple[tuple[Frame, ...], bool]],
         growth: MemoryGrowth,
         launched: Callable[[], Mapping[int, int]] = dict,
         look_at: Callable[..., ProcessFacts] = look_at,
+        ask: Callable[[RankInfo], tuple[tuple[Frame, ...], bool]] = ask,
     ) -> None:
         self._ask = ask
         self._growth = growth

@@ -15,9 +15,7 @@ import psutil
 from lightning_ncclsafe._torch import build
 from lightning_ncclsafe.code.side_thread import SideThread, UnansweredError
 from lightning_ncclsafe.facts import (
-    COLLECTOR,
     ExceptionFacts,
-    Frame,
     HostFacts,
     LoggerFacts,
     MachineFacts,
@@ -34,7 +32,6 @@ from lightning_ncclsafe.probes.process import (
     child_waits,
     file_waits,
     flight_recorder,
-    garbage,
     lock_waits,
     stacks,
     thread_waits,
@@ -45,11 +42,7 @@ from lightning_ncclsafe.probes.process.flight_recorder import FlightRecorder
 from lightning_ncclsafe.probes.process.growth import MemoryGrowth
 from lightning_ncclsafe.probes.process.last_seen import LastSeenFile
 from lightning_ncclsafe.probes.process.main_thread import (
-    another_thread_runs,
-    look_at_main_thread,
-    other_threads_ran_s,
     thread_ran_s,
-    waits_for_gil,
 )
 from lightning_ncclsafe.probes.process.stack_samples import StackSamples
 from lightning_ncclsafe.probes.rank_info import RankInfo
@@ -72,12 +65,6 @@ _SEARCHED = {"ended_at": "trainer", "validates_at": "trainer", "set_at": "traine
 # What is read one after the other belongs together only if the rank has not continued meanwhile: otherwise its stack
 # shows a call that its recorder does not have. A rank that is at work continues again and again.
 _MOST_READS = 3
-# How often a peer is looked at again, as its guard may have had a turn meanwhile.
-_LOOKS_AFTERWARDS = 3
-# How often a peer is looked at until its main thread has run for long enough, or has slept all the time.
-_MOST_LOOKS = 3
-# A thread that executes bytecode for so long has released the GIL at least twice, if others wait for it.
-_SWITCHES_S = 0.02
 # The longest look, on a host that is starved: less than the patience of the rank that gathers the facts.
 _LONGEST_LOOK_S = 2.0
 
@@ -138,7 +125,7 @@ class RankProbe:
         self._slow_look = SideThread("ncclsafe-look")
         self._last_seen = LastSeenFile()
         self._samples = StackSamples()
-        self.peers = Peers(ask=self._asked, growth=self._growth, launched=launched)
+        self.peers = Peers(growth=self._growth, launched=launched)
         self.exception: ExceptionFacts | None = None
         self.info = RankInfo(
             rank=rank,
@@ -288,41 +275,6 @@ class RankProbe:
         if time.monotonic() - self._noted_s >= _NOTE_S:
             self._noted_s = time.monotonic()
             self._growth.measure(self.info.pid, *own_memory())
-
-    def _asked(self, peer: RankInfo) -> tuple[tuple[Frame, ...], bool]:
-        """The stack of a peer's main thread, and whether something holds its GIL in native code."""
-        armed = traceback_signal.armed_in(peer.pid)
-        if armed is None:
-            return (), False
-        collects = garbage.collects_garbage(peer.pid)
-        is_held, slept = self._holds_gil(peer)
-        stack = traceback_signal.ask(peer.pid, armed)
-        # The signal ends a sleep in native code. Where native code calls Python's handler, other threads have a turn.
-        is_held = is_held and bool(stack) and (slept or any(self._holds_gil(peer)[0] for _ in range(_LOOKS_AFTERWARDS)))
-        if stack and collects and garbage.collects_garbage(peer.pid):
-            stack = (*stack, Frame(file=COLLECTOR, line=0, function="collect"))
-        return stack, is_held
-
-    def _holds_gil(self, peer: RankInfo) -> tuple[bool, bool]:
-        """Whether a thread of a peer holds the GIL in native code, and whether its main thread sleeps.
-
-        The guard waits for it in vain, while the main thread runs for long enough to release it, or sleeps and no other
-        thread works. On a starved host, it takes a few looks until the main thread has run for so long.
-        """
-        if not peer.has_guard:
-            return False, False
-        ran_s, sleeps = 0.0, True
-        for _ in range(_MOST_LOOKS):
-            before, others = look_at_main_thread(peer.pid), other_threads_ran_s(peer.pid)
-            if not waits_for_gil(peer.pid, peer.guard_threads):
-                return False, False
-            now = look_at_main_thread(peer.pid)
-            ran_s += (now.ran_s or 0.0) - (before.ran_s or 0.0)
-            if ran_s >= _SWITCHES_S:
-                return True, False
-            # Another thread that works may be the one that holds it, and execute bytecode.
-            sleeps = sleeps and now.is_interruptible and not ran_s and not another_thread_runs(peer.pid, others)
-        return sleeps, sleeps
 
     def _host_facts(self) -> HostFacts:
         found = self._host.read()

@@ -5,8 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from lightning_ncclsafe.facts import IncidentKind, JobFacts, NotRecorded, UnrecordedGroup
 from lightning_ncclsafe.rules.kit import Timeline, capitalised, group_words, ranks_words, timeline, verb
-from lightning_ncclsafe.rules.recorded.calls import has_dumps, has_logs
-from lightning_ncclsafe.rules.recorded.wait_graph import has_moved
+from lightning_ncclsafe.rules.recorded.calls import has_dumps, has_logs, has_moved
 
 _SURVIVALS = 8
 _BY_STACKS = "who is behind is judged by stacks alone"

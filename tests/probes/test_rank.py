@@ -1,7 +1,6 @@
 """The probe of a rank: whatever hangs or fails in it, the rest is told, in time, and what is missing is said."""
 
 import fcntl
-import itertools
 import os
 import signal
 import socket
@@ -21,7 +20,6 @@ from polling import until
 
 from lightning_ncclsafe.code.side_thread import SideThread, UnansweredError
 from lightning_ncclsafe.facts import (
-    COLLECTOR,
     Frame,
     Group,
     HostFacts,
@@ -34,10 +32,8 @@ from lightning_ncclsafe.facts import (
 )
 from lightning_ncclsafe.probes import rank
 from lightning_ncclsafe.probes.host.resources import HostProbe
-from lightning_ncclsafe.probes.process import flight_recorder, garbage, stacks, traceback_signal
+from lightning_ncclsafe.probes.process import flight_recorder, stacks, traceback_signal
 from lightning_ncclsafe.probes.process.growth import MemoryGrowth
-from lightning_ncclsafe.probes.process.main_thread import ThreadLook
-from lightning_ncclsafe.probes.process.traceback_signal import Armed
 from lightning_ncclsafe.probes.rank import RankProbe
 from lightning_ncclsafe.probes.rank_info import RankInfo
 from lightning_ncclsafe.probes.trainer.actions import ActionTracker
@@ -274,80 +270,6 @@ def test_only_four_workers_are_asked_for_their_stacks(probe: RankProbe, monkeypa
     assert asked == [101, 102, 103, 104]
 
 
-ARMED = Armed(python_signum=61, c_signum=60, fd=9)
-
-
-@pytest.mark.parametrize(
-    ("guard_waits", "state", "runs_s", "gil_held"),
-    [
-        pytest.param([True, True], "running", 0.05, True, id="computes-in-C"),
-        pytest.param([True] * rank._MOST_LOOKS, "sleeping", 0.0, True, id="slept-in-C-until-the-signal"),
-        pytest.param([True, False], "sleeping", 0.0, False, id="sleeps-while-others-take-turns"),
-        pytest.param([True, False, True], "running", 0.05, True, id="its-C-has-called-the-handler"),
-        pytest.param([True, *[False] * rank._LOOKS_AFTERWARDS], "running", 0.05, False, id="has-returned-from-C"),
-        pytest.param([True] * 4, "running", 0.011, True, id="computes-in-C-on-a-starved-host"),
-        pytest.param([True, False], "running", 0.011, False, id="has-released-it-on-a-starved-host"),
-        # It may execute bytecode, and get no time on a core to release it.
-        pytest.param([True] * rank._MOST_LOOKS, "running", 0.006, False, id="waits-for-a-core"),
-        pytest.param([True] * rank._MOST_LOOKS, "sleeping", 0.006, False, id="takes-turns-with-other-threads"),
-        # For storage, for a driver that does not answer, or for its next tick.
-        pytest.param([False], "running", 0.05, False, id="guard-waits-for-something-else"),
-        pytest.param([False], "sleeping", 0.0, False, id="both-wait-for-something-else"),
-    ],
-)
-@pytest.mark.parametrize("has_guard", [True, False])
-def test_the_gil_is_held_if_the_guard_waits_for_it_in_vain(
-    probe: RankProbe,
-    monkeypatch: pytest.MonkeyPatch,
-    guard_waits: list[bool],
-    state: str,
-    runs_s: float,
-    gil_held: bool,
-    has_guard: bool,
-) -> None:
-    line = Frame(file="/home/me/train.py", line=9, function="training_step", user=True)
-    waits = iter(guard_waits)
-    looks = (ThreadLook(state=state, ran_s=ran_s) for ran_s in itertools.accumulate(itertools.repeat(runs_s)))
-    monkeypatch.setattr(rank, "look_at_main_thread", lambda pid: next(looks))
-    monkeypatch.setattr(rank, "waits_for_gil", lambda pid, threads: next(waits) and (pid, threads) == (77, (79, 80)))
-    monkeypatch.setattr(rank, "another_thread_runs", lambda pid, before: False)
-    monkeypatch.setattr(traceback_signal, "armed_in", lambda pid: ARMED)
-    monkeypatch.setattr(traceback_signal, "ask", lambda pid, armed: (line,))
-    peer = RankInfo(rank=1, host="h", pid=77, guard_threads=(79, 80), has_guard=has_guard)
-    assert probe._asked(peer) == ((line,), gil_held and has_guard)
-    monkeypatch.setattr(traceback_signal, "ask", lambda pid, armed: ())
-    waits = itertools.repeat(True)
-    assert probe._asked(peer) == ((), False), "the line is not known"
-
-
-@pytest.mark.parametrize(("looks", "is_collecting"), [((True, True), True), ((True, False), False), ((False,), False)])
-def test_a_peer_that_collects_garbage_has_the_collector_on_its_stack(
-    probe: RankProbe, monkeypatch: pytest.MonkeyPatch, looks: tuple[bool, ...], is_collecting: bool
-) -> None:
-    line = Frame(file="/home/me/train.py", line=9, function="training_step", user=True)
-    answers = iter(looks)
-    monkeypatch.setattr(garbage, "collects_garbage", lambda pid: next(answers))
-    monkeypatch.setattr(traceback_signal, "armed_in", lambda pid: ARMED)
-    monkeypatch.setattr(traceback_signal, "ask", lambda pid, armed: (line,))
-    stack, _ = probe._asked(RankInfo(rank=1, host="h", pid=77))
-    assert (stack[-1].file == COLLECTOR) is is_collecting
-    assert stack[0] == line
-
-
-@pytest.mark.parametrize("another_runs", [False, True])
-def test_a_main_thread_that_sleeps_does_not_hold_the_gil_if_another_thread_runs(
-    probe: RankProbe, monkeypatch: pytest.MonkeyPatch, another_runs: bool
-) -> None:
-    line = Frame(file="/home/me/train.py", line=9, function="training_step", user=True)
-    monkeypatch.setattr(rank, "look_at_main_thread", lambda pid: ThreadLook(state="sleeping", ran_s=1.0))
-    monkeypatch.setattr(rank, "waits_for_gil", lambda pid, threads: True)
-    runs = iter([False, another_runs, False])
-    monkeypatch.setattr(rank, "another_thread_runs", lambda pid, before: next(runs))
-    monkeypatch.setattr(traceback_signal, "armed_in", lambda pid: ARMED)
-    monkeypatch.setattr(traceback_signal, "ask", lambda pid, armed: (line,))
-    assert probe._asked(RankInfo(rank=1, host="h", pid=77)) == ((line,), not another_runs)
-
-
 def test_own_growth_is_known_after_noting_memory(probe: RankProbe, monkeypatch: pytest.MonkeyPatch) -> None:
     now_s, noted = 100.0, []
     monkeypatch.setattr(rank.time, "monotonic", lambda: now_s)
@@ -363,14 +285,6 @@ def test_own_growth_is_known_after_noting_memory(probe: RankProbe, monkeypatch: 
     now_s = 106.0
     facts = probe._host_facts()
     assert (facts.memory_growth_bytes_per_s, facts.swap_growth_bytes_per_s) == (30_000_000, 1_500_000)
-
-
-def test_a_peer_without_a_signal_is_not_asked(probe: RankProbe, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(traceback_signal, "armed_in", lambda _: None)
-    monkeypatch.setattr(
-        traceback_signal, "ask", lambda *_: pytest.fail("it would die of a signal that it does not handle")
-    )
-    assert probe._asked(RankInfo(rank=1, host="h", pid=os.getpid())) == ((), False)
 
 
 def test_the_position_changes_with_the_hooks(probe: RankProbe) -> None:

@@ -32,3 +32,32 @@ def test_an_expression_may_be_deeper_than_the_stack(tmp_path: Path) -> None:
     names: dict[str, Any] = {}
     exec(compile("def step(self): ...", str(path), "exec"), names)
     assert [call.lineno for call in scope_of(names["step"]).calls(["log"])] == [3]
+
+
+class Model:
+    def __init__(self, size: int) -> None:
+        self.size: int
+        self.size = size
+        self.size += 1
+        self.least: int = 0
+        setattr(self, "name", str(size))  # noqa: B010
+        setattr(self, str(size), "size")
+
+    def setup(self) -> None:
+        def set_size() -> None:
+            self.size = 4
+
+        set_size()
+
+
+def test_the_lines_that_set_an_attribute_are_found() -> None:
+    """Not one that only declares its type, or sets another one to its name."""
+    first = Model.__init__.__code__.co_firstlineno
+    scope = scope_of(Model.__init__)
+    assert scope.sets(["size"]) == (f"{__file__}:{first + 2} in __init__", f"{__file__}:{first + 3} in __init__")
+    assert scope.sets(["least", "name"]) == (
+        f"{__file__}:{first + 4} in __init__",
+        f"{__file__}:{first + 5} in __init__",
+    )
+    inner = Model.setup.__code__.co_firstlineno + 2
+    assert scope_of(Model.setup).sets(["size"]) == (f"{__file__}:{inner} in setup",)

@@ -1,1 +1,5 @@
-"""The user's source: its functions, and what decides whether a line of it is reached. It is parsed, never executed."""
+"""The user's source: its functions, and what decides whether a line of it is reached. It is parsed, never executed.
+
+``scopes`` gives functions, and what they call and set; ``control_flow`` what decides about a line, for which
+``rank_names`` knows what means the rank. ``syntax`` reads and parses files for both.
+"""

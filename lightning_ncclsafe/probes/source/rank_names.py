@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from lightning_ncclsafe.probes.source.syntax import FUNCTIONS, is_of_self, name_of
+from lightning_ncclsafe.probes.source.syntax import FUNCTIONS, is_constant, is_of_self, name_of
 
 # Names in conditions that hold on some ranks only, as Lightning, torch and common training scripts use them.
 _TESTS = "is_global_zero|is_master|is_main_process|is_local_main_process|is_rank_zero|is_rank_0|is_first_rank"
@@ -70,7 +70,7 @@ def given_beside_none(body: _Block) -> dict[str, list[ast.expr]]:
         for name in (*binds, *tests):
             places[name].add(owner if name.startswith(_SELF) else function)
     return {
-        name: [value for value in values if not _is_none(value)]
+        name: [value for value in values if not is_constant(value, None)]
         for name, values in given.items()
         if bound[name] == len(values) and len(places[name]) == 1 and any(map(may_be_none, values))
     }
@@ -118,17 +118,14 @@ def _held(test: ast.expr) -> set[str]:
     if isinstance(test, ast.UnaryOp):
         return _held(test.operand)
     if isinstance(test, ast.Compare):
-        return _held(test.left) if _is_none(test.comparators[0]) else set()
+        return _held(test.left) if is_constant(test.comparators[0], None) else set()
     return {ast.unparse(test)} if isinstance(test, ast.Name) or is_of_self(test) else set()
 
 
 def may_be_none(value: ast.expr) -> bool:
     """Whether it is None, or a conditional expression of which one side is."""
-    return _is_none(value) or (isinstance(value, ast.IfExp) and any(map(_is_none, (value.body, value.orelse))))
-
-
-def _is_none(value: ast.expr) -> bool:
-    return isinstance(value, ast.Constant) and value.value is None
+    sides = (value.body, value.orelse) if isinstance(value, ast.IfExp) else (value,)
+    return any(is_constant(side, None) for side in sides)
 
 
 def _only(given: dict[str, list[ast.expr | None]], is_so: Callable[[ast.expr], bool]) -> frozenset[str]:

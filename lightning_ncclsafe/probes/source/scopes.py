@@ -122,7 +122,7 @@ class AttributeSet(NamedTuple):
     Attributes:
         owner: The expression whose attribute it is.
         name: Name of the attribute.
-        value: What it is set to, or changed by; the attribute itself where the statement only declares its type.
+        value: What it is set to, or changed by.
         line: The line.
     """
 
@@ -138,10 +138,10 @@ def attributes_set(node: ast.AST) -> Iterator[AttributeSet]:
         owner, name, value = node.args
         if isinstance(name, ast.Constant) and isinstance(name.value, str):
             yield AttributeSet(owner, name.value, value, node.lineno)
-    elif isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign)):
+    elif isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign)) and node.value is not None:
         for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
             if isinstance(target, ast.Attribute):
-                yield AttributeSet(target.value, target.attr, node.value or target, node.lineno)
+                yield AttributeSet(target.value, target.attr, node.value, node.lineno)
 
 
 @lru_cache(maxsize=8)

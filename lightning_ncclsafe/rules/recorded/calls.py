@@ -9,6 +9,7 @@ from lightning_ncclsafe.rules.kit import GroupView, Timeline, has_given_up, lost
 
 # These end on no rank before all have called them.
 _OF_ALL = ("all_", "_all", "allgather", "allreduce", "reduce_scatter", "_reduce_scatter", "barrier")
+_OTHER_KIND = {"send": "recv", "recv": "send"}
 
 Op = tuple[str, int]
 """Group and number of a collective."""
@@ -34,6 +35,17 @@ def has_dumps(job: JobFacts) -> bool:
 def has_logs(job: JobFacts) -> bool:
     """Whether lines of ranks in logs were read."""
     return any(facts.record is not None and facts.record.has_log for facts in job.ranks)
+
+
+def has_moved(job: JobFacts) -> bool:
+    """Whether the job still moved when it was dumped.
+
+    A quarter of the dumps are older than others, or something had just ended on half of the ranks.
+    """
+    if len(job.outdated) > 1 and len(job.outdated) * 4 >= job.world_size:
+        return True
+    moving = [facts.record.is_moving for facts in job.ranks if facts.record is not None and facts.record.has_dump]
+    return 2 * sum(moving) >= max(len(moving), 1)
 
 
 def open_calls(facts: RankFacts) -> list[Collective]:
@@ -192,9 +204,18 @@ class Calls:
         same = (call.group, call.seq, call.is_p2p) == (first.group, first.seq, first.is_p2p)
         return same or (call.started and not call.completed)
 
+    def end_of(self, call: Collective) -> tuple[str, int] | None:
+        """``("send", 4)``: the kind of a send or receive, and the rank of its other side; None for a collective."""
+        return other_end(call, self.members.get(call.group, ())) if call.is_p2p else None
+
+    def facing(self, rank: int, call: Collective) -> Collective | None:
+        """The oldest open call of a peer that may be the other side of a send or receive; None if there is none."""
+        kind, peer = self.end_of(call) or ("", -1)
+        return self.ends.get(peer, {}).get((call.group, _OTHER_KIND.get(kind, ""), rank))
+
     def _pair(self, rank: int, call: Collective) -> None:
-        end = other_end(call, self.members.get(call.group, ())) if call.pair_number else None
-        if end is not None and call.pair_number is not None:
+        end = self.end_of(call)
+        if end is not None and call.pair_number:
             self._pairs[rank, call.group, end[0], end[1]][call.pair_number] = call
 
     def other_side(self, rank: int, call: Collective) -> tuple[Seen, Collective | None]:
@@ -202,10 +223,10 @@ class Calls:
 
         Known only if the dumps of both ranks count their sends and receives from the first.
         """
-        end = other_end(call, self.members.get(call.group, ())) if call.pair_number else None
-        if end is None or call.pair_number is None or (end[1], call.group) not in self._counts:
+        end = self.end_of(call)
+        if end is None or not call.pair_number or (end[1], call.group) not in self._counts:
             return Seen.UNKNOWN, None
-        theirs = self._pairs.get((end[1], call.group, "recv" if end[0] == "send" else "send", rank), {})
+        theirs = self._pairs.get((end[1], call.group, _OTHER_KIND[end[0]], rank), {})
         if call.pair_number > max(theirs, default=0):
             return Seen.ABSENT, None
         other = theirs.get(call.pair_number)
@@ -221,16 +242,15 @@ class Calls:
         parts = [c for c in self.open[rank] if c.is_p2p and (c.group, c.seq) == (first.group, first.seq)]
         if any(self.other_side(rank, part)[0] is not Seen.ENDED for part in parts):
             return set()
-        ends = (other_end(part, self.members.get(part.group, ())) for part in parts)
+        ends = map(self.end_of, parts)
         return {end[1] for end in ends if end is not None}
 
     def _ends(self, rank: int) -> dict[tuple[str, str, int], Collective]:
         found: dict[tuple[str, str, int], Collective] = {}
         for call in self.open[rank]:
-            if call.is_p2p:
-                end = other_end(call, self.members.get(call.group, ()))
-                if end is not None:
-                    found.setdefault((call.group, *end), call)
+            end = self.end_of(call)
+            if end is not None:
+                found.setdefault((call.group, *end), call)
         return found
 
 

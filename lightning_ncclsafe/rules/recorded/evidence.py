@@ -25,7 +25,7 @@ from lightning_ncclsafe.rules.kit import (
     verb,
 )
 from lightning_ncclsafe.rules.recorded.calls import members_of
-from lightning_ncclsafe.rules.recorded.wait_graph import Root
+from lightning_ncclsafe.rules.recorded.root import Root
 
 NO_LONGER_TIMEOUT = (
     "A longer timeout only lets the others wait longer, nothing reads NCCL_TIMEOUT, and a GPU that waits shows 100 % "

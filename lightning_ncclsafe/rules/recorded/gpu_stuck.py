@@ -22,7 +22,8 @@ from lightning_ncclsafe.rules.recorded.evidence import (
     described,
     oldest_outstanding,
 )
-from lightning_ncclsafe.rules.recorded.wait_graph import Root, RootCause, roots_of
+from lightning_ncclsafe.rules.recorded.root import Root, RootCause
+from lightning_ncclsafe.rules.recorded.roots import roots_of
 
 
 @recorded_rule(

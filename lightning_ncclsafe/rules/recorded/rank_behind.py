@@ -16,6 +16,7 @@ from lightning_ncclsafe.rules.kit import (
     location_of,
     recorded_rule,
 )
+from lightning_ncclsafe.rules.recorded.calls import has_moved
 from lightning_ncclsafe.rules.recorded.evidence import (
     counters_evidence,
     exception_in_log,
@@ -23,7 +24,6 @@ from lightning_ncclsafe.rules.recorded.evidence import (
     waiting_in,
     waiting_words,
 )
-from lightning_ncclsafe.rules.recorded.wait_graph import has_moved
 
 
 @recorded_rule(

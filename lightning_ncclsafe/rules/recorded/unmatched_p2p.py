@@ -20,7 +20,8 @@ from lightning_ncclsafe.rules.kit import (
 from lightning_ncclsafe.rules.recorded.calls import has_dumps, members_of, open_p2p
 from lightning_ncclsafe.rules.recorded.ends import failed
 from lightning_ncclsafe.rules.recorded.evidence import NO_LONGER_TIMEOUT, consequence_evidence, described, first_site
-from lightning_ncclsafe.rules.recorded.wait_graph import Root, RootCause, roots_of
+from lightning_ncclsafe.rules.recorded.root import Root, RootCause
+from lightning_ncclsafe.rules.recorded.roots import roots_of
 
 _LISTED = 6
 

@@ -1,0 +1,94 @@
+"""What a peer answers: its stack, and whether its GIL is held, by what its guard's threads and its main thread do."""
+
+import itertools
+import os
+
+import pytest
+
+from lightning_ncclsafe.facts import COLLECTOR, Frame
+from lightning_ncclsafe.probes import asking
+from lightning_ncclsafe.probes.asking import ask
+from lightning_ncclsafe.probes.process import garbage, traceback_signal
+from lightning_ncclsafe.probes.process.main_thread import ThreadLook
+from lightning_ncclsafe.probes.process.traceback_signal import Armed
+from lightning_ncclsafe.probes.rank_info import RankInfo
+
+ARMED = Armed(python_signum=61, c_signum=60, fd=9)
+
+
+@pytest.mark.parametrize(
+    ("guard_waits", "state", "runs_s", "gil_held"),
+    [
+        pytest.param([True, True], "running", 0.05, True, id="computes-in-C"),
+        pytest.param([True] * asking._MOST_LOOKS, "sleeping", 0.0, True, id="slept-in-C-until-the-signal"),
+        pytest.param([True, False], "sleeping", 0.0, False, id="sleeps-while-others-take-turns"),
+        pytest.param([True, False, True], "running", 0.05, True, id="its-C-has-called-the-handler"),
+        pytest.param([True, *[False] * asking._LOOKS_AFTERWARDS], "running", 0.05, False, id="has-returned-from-C"),
+        pytest.param([True] * 4, "running", 0.011, True, id="computes-in-C-on-a-starved-host"),
+        pytest.param([True, False], "running", 0.011, False, id="has-released-it-on-a-starved-host"),
+        # It may execute bytecode, and get no time on a core to release it.
+        pytest.param([True] * asking._MOST_LOOKS, "running", 0.006, False, id="waits-for-a-core"),
+        pytest.param([True] * asking._MOST_LOOKS, "sleeping", 0.006, False, id="takes-turns-with-other-threads"),
+        # For storage, for a driver that does not answer, or for its next tick.
+        pytest.param([False], "running", 0.05, False, id="guard-waits-for-something-else"),
+        pytest.param([False], "sleeping", 0.0, False, id="both-wait-for-something-else"),
+    ],
+)
+@pytest.mark.parametrize("has_guard", [True, False])
+def test_the_gil_is_held_if_the_guard_waits_for_it_in_vain(
+    monkeypatch: pytest.MonkeyPatch,
+    guard_waits: list[bool],
+    state: str,
+    runs_s: float,
+    gil_held: bool,
+    has_guard: bool,
+) -> None:
+    line = Frame(file="/home/me/train.py", line=9, function="training_step", user=True)
+    waits = iter(guard_waits)
+    looks = (ThreadLook(state=state, ran_s=ran_s) for ran_s in itertools.accumulate(itertools.repeat(runs_s)))
+    monkeypatch.setattr(asking, "look_at_main_thread", lambda pid: next(looks))
+    monkeypatch.setattr(asking, "waits_for_gil", lambda pid, threads: next(waits) and (pid, threads) == (77, (79, 80)))
+    monkeypatch.setattr(asking, "another_thread_runs", lambda pid, before: False)
+    monkeypatch.setattr(traceback_signal, "armed_in", lambda pid: ARMED)
+    monkeypatch.setattr(traceback_signal, "ask", lambda pid, armed: (line,))
+    peer = RankInfo(rank=1, host="h", pid=77, guard_threads=(79, 80), has_guard=has_guard)
+    assert ask(peer) == ((line,), gil_held and has_guard)
+    monkeypatch.setattr(traceback_signal, "ask", lambda pid, armed: ())
+    waits = itertools.repeat(True)
+    assert ask(peer) == ((), False), "the line is not known"
+
+
+@pytest.mark.parametrize(("looks", "is_collecting"), [((True, True), True), ((True, False), False), ((False,), False)])
+def test_a_peer_that_collects_garbage_has_the_collector_on_its_stack(
+    monkeypatch: pytest.MonkeyPatch, looks: tuple[bool, ...], is_collecting: bool
+) -> None:
+    line = Frame(file="/home/me/train.py", line=9, function="training_step", user=True)
+    answers = iter(looks)
+    monkeypatch.setattr(garbage, "collects_garbage", lambda pid: next(answers))
+    monkeypatch.setattr(traceback_signal, "armed_in", lambda pid: ARMED)
+    monkeypatch.setattr(traceback_signal, "ask", lambda pid, armed: (line,))
+    stack, _ = ask(RankInfo(rank=1, host="h", pid=77))
+    assert (stack[-1].file == COLLECTOR) is is_collecting
+    assert stack[0] == line
+
+
+@pytest.mark.parametrize("another_runs", [False, True])
+def test_a_main_thread_that_sleeps_does_not_hold_the_gil_if_another_thread_runs(
+    monkeypatch: pytest.MonkeyPatch, another_runs: bool
+) -> None:
+    line = Frame(file="/home/me/train.py", line=9, function="training_step", user=True)
+    monkeypatch.setattr(asking, "look_at_main_thread", lambda pid: ThreadLook(state="sleeping", ran_s=1.0))
+    monkeypatch.setattr(asking, "waits_for_gil", lambda pid, threads: True)
+    runs = iter([False, another_runs, False])
+    monkeypatch.setattr(asking, "another_thread_runs", lambda pid, before: next(runs))
+    monkeypatch.setattr(traceback_signal, "armed_in", lambda pid: ARMED)
+    monkeypatch.setattr(traceback_signal, "ask", lambda pid, armed: (line,))
+    assert ask(RankInfo(rank=1, host="h", pid=77)) == ((line,), not another_runs)
+
+
+def test_a_peer_without_a_signal_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(traceback_signal, "armed_in", lambda _: None)
+    monkeypatch.setattr(
+        traceback_signal, "ask", lambda *_: pytest.fail("it would die of a signal that it does not handle")
+    )
+    assert ask(RankInfo(rank=1, host="h", pid=os.getpid())) == ((), False)
