@@ -809,8 +809,15 @@ def test_the_line_of_a_caught_save_is_in_the_try_that_has_caught_it() -> None:
     first, *others = scene.ranks
     assert first.failed_save is not None
     run, hook, save, *_ = first.failed_save.stack
-    called = replace(hook, handler="except OSError as error:  (line 119)")
-    raised_at = replace(hook, line=30, function="save_checkpoint", handler="except OSError:  (line 33)")
+    called, raised_at = (
+        replace(
+            frame, branches=(Branch(line=line, test=f"{text}  (line {line})", on=Decides.EXCEPTION, until=line - 2),)
+        )
+        for frame, line, text in (
+            (hook, 119, "except OSError as error:"),
+            (replace(hook, line=30, function="save_checkpoint"), 33, "except OSError:"),
+        )
+    )
     for stack, line in (((run, called, save, raised_at), 117), ((run, hook, save, raised_at), 30)):
         failed = replace(first.failed_save, stack=stack)
         one = found(replace(scene, ranks=(replace(first, failed_save=failed), *others)))["checkpoint-skipped-barrier"]

@@ -95,6 +95,9 @@ def test_a_collective_of_another_thread_is_named_by_its_line() -> None:
     assert (finding.rule, finding.ranks, finding.confidence) == ("diverged-collectives", (1,), LIKELY)
     assert finding.location.endswith("train.py:90 in count")
     assert "in a different thread from the one that trains" in finding.summary
+    # Rank 0's thread has come to the same line since.
+    late = replace(ranks[0], thread_stack=COUNTS)
+    assert first(job(late, ranks[1], world=2)).ranks == (0, 1)
     # A group of its own, of which that thread's call is.
     others = tuple(replace(call, site="5b1e", stack=(user("training_step", 40),)) for call in counted)
     apart = first(job(ranks[0], replace(ranks[1], collectives=others), world=2))

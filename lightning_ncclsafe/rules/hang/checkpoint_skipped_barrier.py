@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from itertools import takewhile
 
 from lightning_ncclsafe.code.libraries import SAVE_CHECKPOINT
-from lightning_ncclsafe.facts import Frame, RankFacts
+from lightning_ncclsafe.facts import Decides, Frame, RankFacts
 from lightning_ncclsafe.rules.kit import (
     Confidence,
     Evidence,
@@ -72,8 +72,8 @@ def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
     facts = view.facts[ranks[0]]
     failed = facts.failed_save
     assert failed is not None
-    raised_at, caught_at = deepest_user_frame(failed.stack), _caught_at(failed.stack)
-    by = f" by {condition_words(caught_at.handler)} around {short_location(caught_at)}" if caught_at else ""
+    raised_at, (caught_at, handler) = deepest_user_frame(failed.stack), _caught_at(failed.stack)
+    by = f" by {condition_words(handler)} around {short_location(caught_at)}" if caught_at else ""
     text = (
         f"saving a checkpoint on {ranks_words(ranks)} raised {error_words(failed)}{at_words(raised_at)}; "
         f"the exception was caught{by}, so "
@@ -91,12 +91,15 @@ def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
     )
 
 
-def _caught_at(stack: tuple[Frame, ...]) -> Frame | None:
-    """The user's line that called for the save, in a ``try`` that catches exceptions; None if it is in none."""
+def _caught_at(stack: tuple[Frame, ...]) -> tuple[Frame | None, str]:
+    """The user's line that called for the save within a ``try`` that catches exceptions, and its handler, if known."""
     calls = tuple(takewhile(lambda frame: not SAVE_CHECKPOINT.has(frame.file, frame.function), stack))
-    if len(calls) == len(stack):
-        return None  # what is inside the save has not caught it
-    return next((frame for frame in reversed(calls) if frame.user and frame.handler), None)
+    if len(calls) < len(stack):  # what is inside the save has not caught it
+        for frame in reversed(calls):
+            for branch in reversed(frame.branches):
+                if branch.on is Decides.EXCEPTION and not branch.jump:
+                    return frame, branch.test
+    return None, ""
 
 
 def _evidence(view: Timeline, ranks: tuple[int, ...]) -> Iterator[Evidence]:

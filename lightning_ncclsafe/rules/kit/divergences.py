@@ -120,7 +120,8 @@ def called_by_threads(view: Timeline) -> dict[int, Frame]:
     """The line at which each rank calls a collective in another thread, if ranks have called different collectives.
 
     The calls of that thread and of the main thread interleave differently on each rank. If the recorder has the stack
-    of the differing call, it has to be that thread's.
+    of the differing call, it has to be that thread's on one of the ranks. On another rank whose thread is at the same
+    line, the thread has merely come later.
     """
     split = view.divergence or view.lost_divergence
     calls = split.calls if split is not None else {}
@@ -130,8 +131,11 @@ def called_by_threads(view: Timeline) -> dict[int, Frame]:
     stacks |= {rank: view.witnesses[rank].thread_stack for rank in aborted_by_gloo(view)}
     if split is None and not aborted_by_gloo(view):
         return {}
-    lines = {rank: deepest_user_frame(stack) for rank, stack in sorted(stacks.items()) if stack}
-    return {rank: line for rank, line in lines.items() if line is not None}
+    lines = {rank: line for rank, stack in stacks.items() if (line := deepest_user_frame(stack)) is not None}
+    later = {rank: deepest_user_frame(facts.thread_stack) for rank, facts in view.facts.items() if rank not in lines}
+    places = {(line.file, line.line) for line in lines.values()}
+    lines |= {rank: line for rank, line in later.items() if line is not None and (line.file, line.line) in places}
+    return dict(sorted(lines.items()))
 
 
 def _may_be_of_thread(call: Collective | None, facts: RankFacts) -> bool:
