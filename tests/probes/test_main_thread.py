@@ -107,6 +107,29 @@ def test_a_thread_that_waits_for_the_gil_is_recognised(body: str, waits: bool) -
             process.kill()
 
 
+@pytest.mark.parametrize(
+    ("wakes_up", "waits", "periods"), [(5, True, 1), (1, True, 3), (0, False, 1)], ids=["busy", "starved", "asleep"]
+)
+def test_on_a_starved_host_a_thread_that_waits_for_the_gil_is_looked_at_for_longer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wakes_up: int, waits: bool, periods: int
+) -> None:
+    folder, looks = tmp_path / "7" / "task" / "8", 0
+    folder.mkdir(parents=True)
+    (folder / "wchan").write_text("futex_wait_queue")
+
+    def pass_time(_: float = 0.0) -> None:
+        nonlocal looks
+        looks += 1
+        woken = wakes_up * looks
+        (folder / "schedstat").write_text(f"{50_000 * woken} 0 1\n")
+        (folder / "status").write_text(f"voluntary_ctxt_switches:\t{woken}\n")
+
+    pass_time()
+    monkeypatch.setattr(time, "sleep", pass_time)
+    assert waits_for_gil(7, [8], tmp_path) is waits
+    assert looks == 1 + 4 * periods
+
+
 def test_it_is_seen_whether_another_thread_than_the_main_one_runs() -> None:
     done = threading.Event()
     worker = threading.Thread(target=lambda: all(iter(lambda: not done.is_set(), False)))

@@ -75,6 +75,7 @@ def _line(number: int, timeout_ms: int, limits: Limited = Limited.GROUP) -> Time
 
 
 STORE = "wait timeout after 4000ms, keys: /default_pg/0//vocabulary"
+FILE_STORE = "Timeout waiting for key: mapping after 4000 ms"
 BARRIER = "[Rank 0]: Ranks 1 failed to pass monitoredBarrier in 4000 ms"
 USUAL = first(call_scenes.group_with_a_shorter_timeout(GLOO)).confidence
 
@@ -91,6 +92,7 @@ USUAL = first(call_scenes.group_with_a_shorter_timeout(GLOO)).confidence
         ((_line(5, 4000, Limited.BARRIER),), BARRIER, f"{USER_FILE}:5 in on_fit_start"),
         ((_line(5, 4000),), STORE, CALL),
         ((_line(5, 4000, Limited.STORE),), STORE, f"{USER_FILE}:5 in on_fit_start"),
+        ((_line(5, 4000, Limited.STORE),), FILE_STORE, f"{USER_FILE}:5 in on_fit_start"),
         ((_line(5, 4000, Limited.STORE),), "", CALL),
         ((), "", CALL),
     ],

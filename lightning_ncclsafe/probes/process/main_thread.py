@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from lightning_ncclsafe.probes.absent import file_text, line_after, or_none
 from lightning_ncclsafe.probes.process.stacks import training_thread_number
@@ -14,6 +15,8 @@ _PROC = Path("/proc")
 _ASLEEP, _BLOCKED, _RUNNING = "sleeping", "disk-sleep", "running"
 # A thread that waits for the GIL wakes up 20 times meanwhile, or fewer on a busy host, and runs for 0.05 ms each time.
 _WAITS_S, _LOOKS, _LEAST_WOKEN, _MOST_RUN_S = 0.1, 5, 10, 0.00015
+# On a starved host it wakes up only a few times, and is looked at for several such periods.
+_MOST_PERIODS, _FEW_WOKEN = 4, 2
 # A thread that has run for longer than this meanwhile does more than to wait for the GIL.
 _WORKS_S = 0.005
 # psutil's names; psutil reads them for whole processes only, and more slowly.
@@ -150,31 +153,54 @@ def another_thread_runs(pid: int, before: Mapping[str, float], proc: Path = _PRO
 
 
 def waits_for_gil(pid: int, threads: Iterable[int], proc: Path = _PROC) -> bool:
-    """Whether one of some Python threads of another process waits for the GIL and does not get it; takes 0.1 s.
+    """Whether one of some Python threads of another process waits for the GIL and does not get it.
 
-    Such a thread does nothing but wake up every 5 ms (``sys.getswitchinterval``), to ask the thread that holds the GIL
-    to release it. One that executes bytecode does so at once.
+    Takes 0.1 s, and up to 0.4 s on a starved host. Such a thread does nothing but wake up every 5 ms
+    (``sys.getswitchinterval``), to ask the thread that holds the GIL to release it. One that executes bytecode does so
+    at once.
 
     Args:
+        pid: The process.
         threads: The kernel's numbers of the threads; they must be ones that never wait for a lock at such a pace.
     """
     folders = [proc / str(pid) / "task" / str(thread) for thread in threads]
-    looks = []
-    for turn in range(_LOOKS):
-        time.sleep(_WAITS_S / (_LOOKS - 1) if turn else 0.0)
-        looks.append([(_turns_s(folder)[0], _woken(folder), wait_channel(folder)) for folder in folders])
-    return any(map(_is_of_gil, zip(*looks, strict=True)))
+    looks = [_look_at(folders)]
+    for _ in range(_MOST_PERIODS):
+        for _ in range(_LOOKS - 1):
+            time.sleep(_WAITS_S / (_LOOKS - 1))
+            looks.append(_look_at(folders))
+        if any(_is_of_gil(each) for each in zip(*looks, strict=True)):
+            return True
+        if not any(_woken_between(each[-_LOOKS], each[-1]) >= _FEW_WOKEN for each in zip(*looks, strict=True)):
+            break
+    return False
 
 
-def _is_of_gil(looks: Sequence[tuple[float | None, int | None, str]]) -> bool:
-    (ran_before_s, woken_before, _), (ran_s, woken_now, _) = looks[0], looks[-1]
-    if ran_before_s is None or ran_s is None or woken_before is None or woken_now is None:
+class _Waiting(NamedTuple):
+    """One look at a thread that may wait for the GIL; None where unknown."""
+
+    ran_s: float | None
+    woken: int | None
+    channel: str
+
+
+def _look_at(folders: Iterable[Path]) -> list[_Waiting]:
+    return [_Waiting(_turns_s(folder)[0], _woken(folder), wait_channel(folder)) for folder in folders]
+
+
+def _woken_between(before: _Waiting, now: _Waiting) -> int:
+    return now.woken - before.woken if now.woken is not None and before.woken is not None else 0
+
+
+def _is_of_gil(looks: Sequence[_Waiting]) -> bool:
+    before, now = looks[0], looks[-1]
+    if before.ran_s is None or now.ran_s is None:
         return False
-    woken = woken_now - woken_before
+    woken = _woken_between(before, now)
     # Python waits for the GIL by a futex. The channel is empty while the thread runs.
-    channels = {channel for _, _, channel in looks if channel}
+    channels = {look.channel for look in looks if look.channel}
     by_futex = bool(channels) and all("futex" in channel for channel in channels)
-    return by_futex and woken >= _LEAST_WOKEN and ran_s - ran_before_s < woken * _MOST_RUN_S
+    return by_futex and woken >= _LEAST_WOKEN and now.ran_s - before.ran_s < woken * _MOST_RUN_S
 
 
 def _woken(folder: Path) -> int | None:

@@ -22,9 +22,10 @@ from lightning_ncclsafe.rules.kit import (
     while_others_wait,
 )
 
-# Messages of gloo, the store, NCCL's watchdog and monitored_barrier, in this order.
+# Messages of gloo, TCPStore, NCCL's watchdog, monitored_barrier and FileStore, in this order.
 _EXPIRED = re.compile(
     r"Timed out waiting (\d+)\s?ms|[Ww]ait timeout after (\d+)\s?ms|Timeout\(ms\)=(\d+)|monitoredBarrier in (\d+)\s?ms"
+    r"|Timeout waiting for key: .{0,200}? after (\d+)\s?ms"
 )
 # Variables that users set as timeouts and that nothing reads.
 _UNREAD = ("NCCL_TIMEOUT", "NCCL_TIMEOUT_MS", "NCCL_COMM_TIMEOUT", "TORCH_NCCL_TIMEOUT", "GLOO_TIMEOUT")
@@ -34,6 +35,7 @@ _LIMITED = (
     (Limited.STORE,),
     (Limited.GROUP,),
     (Limited.GROUP, Limited.BARRIER),
+    (Limited.STORE,),
 )
 # torch's own timeouts: a group without another one has such a timeout, and no line gives it that.
 _DEFAULT_MS = (600_000, 1_800_000)
@@ -129,20 +131,22 @@ def _set_at(view: Timeline, timeouts: Mapping[int, _Timeout]) -> TimeoutLine | N
 
 
 def _has_expired(view: Timeline, short: dict[int, _Timeout], confidence: Confidence) -> Finding:
-    ranks, first = tuple(short), next(iter(short.values())).ms
+    ranks, first = tuple(short), next(iter(short.values()))
     text = (
-        f"{ranks_words(ranks)} gave up waiting after {duration_words(first / 1000)}, although the strategy's timeout "
-        f"is {duration_words(view.job.incident.timeout_s)}: {_owner(view, ranks[0], first)} has its own timeout"
+        f"{ranks_words(ranks)} gave up waiting after {duration_words(first.ms / 1000)}, although the strategy's "
+        f"timeout is {duration_words(view.job.incident.timeout_s)}: {_owner(view, ranks[0], first)} has its own timeout"
         f"{while_others_wait(view, ranks)}."
     )
     return _finding(view, short, text, confidence, Severity.ERROR)
 
 
-def _owner(view: Timeline, rank: int, waited_ms: int) -> str:
-    """The group with this timeout among the rank's last collectives, in words."""
+def _owner(view: Timeline, rank: int, timeout: _Timeout) -> str:
+    """The store, or the group with this timeout among the rank's last collectives, in words."""
+    if timeout.limited == (Limited.STORE,):
+        return "the store"
     facts = view.facts[rank]
     calls = reversed(facts.collectives)
-    name = next((call.group for call in calls if call.timeout_ms == waited_ms), None)
+    name = next((call.group for call in calls if call.timeout_ms == timeout.ms), None)
     if name is None:
         return "what it waited in"
     described = next((group.description for group in facts.groups if group.name == name), "")
