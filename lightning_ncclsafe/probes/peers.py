@@ -98,7 +98,7 @@ class Peers:
     def witness(self, silent: Iterable[RankInfo]) -> list[ProcessFacts]:
         """Ranks of this host that do not answer, as seen from outside, with their stacks if they run.
 
-        Takes 0.5 s if their growth is not known yet, or they run, and up to 0.8 s for them to answer signals.
+        Takes 0.5 s if their growth is not known yet, or they run, and up to 2 s for them to answer signals.
         """
         peers, began_s = list(silent), time.monotonic()
         turns = [look_at_main_thread(peer.pid) for peer in peers]
