@@ -171,7 +171,7 @@ def test_what_measures_runs_alone(suites: Warm, tmp_path: Path) -> None:
         "    began = time.monotonic()\n    time.sleep(0.2)\n"
         "    pathlib.Path(f'{__file__}.{number}.ran').write_text(f'{began} {time.monotonic()}')\n"
     )
-    for name in (*ALONE, *(f"tests/others/test_{name}.py" for name in "abc"), "tests/trainers/test_others.py"):
+    for name in (*ALONE, *(f"tests/others/test_{name}.py" for name in "abc"), "tests/trainers/test_units.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(times)
     ended = run(suites, tmp_path)
