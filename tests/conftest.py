@@ -39,8 +39,9 @@ shared: list[Warm] = []
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_before_forks(session: pytest.Session) -> None:
-    if any("warm" in item.fixturenames for item in session.items):
+def pytest_item_before_forks(item: pytest.Function) -> None:
+    """Beside the collection, which would leave a core idle."""
+    if not shared and "warm" in item.fixturenames:
         shared.append(Warm())
 
 

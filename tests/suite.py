@@ -22,7 +22,7 @@ import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -32,17 +32,21 @@ import psutil
 import pytest
 from _pytest.faulthandler import fault_handler_stderr_fd_key
 
-# These start ranks and measure them: other tests would disturb them.
-ALONE = "tests/trainers/"
-# Except for these, which measure nothing: they compute for long, best while others wait.
-BESIDE = ("tests/trainers/test_conformance.py", "tests/trainers/test_data.py")
-# These take long, and start no programs that import torch: begun while what those are forked from is not there yet, and
-# not when all others have ended and a core would have nothing to do.
+# Its trainings are told from hanging ones by how long they take: other tests would disturb them.
+ALONE = ("tests/trainers/test_trainers.py",)
+# These take or wait for long: begun first, in this order, and not when all others have ended and a core would have
+# nothing to do.
 FIRST = (
+    "tests/guard/test_guard.py",
+    "tests/reading/test_written_incidents.py",
+    "tests/trainers/test_conformance.py",
+    "tests/test_documentation.py",
     "tests/test_suite_ends.py",
     "tests/timing/test_bounded.py",
     "tests/timing/test_stragglers.py",
-    "tests/reading/test_written_incidents.py",
+    "tests/trainers/test_data.py",
+    "tests/trainers/test_launchers.py",
+    "tests/trainers/test_sigterm.py",
 )
 # Times the limit that pytest-timeout gives a test. It ends the process itself, unless this is stopped or holds the
 # interpreter's lock, or the test has failed already, as the teardown has no limit then.
@@ -59,8 +63,8 @@ PR_SET_CHILD_SUBREAPER = 36
 
 class Hooks:
     @pytest.hookspec
-    def pytest_before_forks(self, session: pytest.Session) -> None:
-        """What is made now is there for all processes, once."""
+    def pytest_item_before_forks(self, item: pytest.Item) -> None:
+        """What is made for an item now, while others are collected, is there for all processes, once."""
 
 
 class FileRequests:
@@ -98,6 +102,18 @@ class FileRequests:
     def pytest_collectstart(self, collector: pytest.Collector) -> None:
         self.send(at=f"the collection of {collector.nodeid or 'the tests'}")
 
+    def pytest_itemcollected(self, item: pytest.Item) -> None:
+        with self._many_threads():
+            item.config.hook.pytest_item_before_forks(item=item)
+
+    @contextmanager
+    def _many_threads(self) -> Iterator[None]:
+        """For what programs of the tests are made from."""
+        os.environ.pop(self._one_thread, "")
+        yield
+        if self._one_thread:
+            os.environ[self._one_thread] = "1"
+
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
         if session.testsfailed or session.config.option.collectonly:
@@ -107,7 +123,6 @@ class FileRequests:
             files.setdefault(each.nodeid.partition("::")[0], []).append(each)
         self.send(files={name: len(items) for name, items in files.items()})
         os.environ.pop(self._one_thread, "")
-        session.config.hook.pytest_before_forks(session=session)
         # The garbage collector need not look at it in any fork, either. After every 700 new objects, as by default, it
         # would look at those of a test so often that this is a quarter of the time of those that make many.
         gc.freeze()
@@ -329,9 +344,7 @@ class Suite:
                 adopt_orphans(False)
             if "files" in message and not self._tests:
                 self._tests = message["files"]
-                self._files = sorted(
-                    message["files"], key=lambda file: (is_alone(file), file not in FIRST, file not in BESIDE)
-                )
+                self._files = sorted(message["files"], key=place_of)
             if "done" in message:
                 self._count(message["done"], message["outcome"], message["how"])
         try:
@@ -347,7 +360,7 @@ class Suite:
             say(process.text())
 
     def _answer(self, process: Process) -> None:
-        if not self._files or is_alone(self._files[0]):
+        if not self._files or self._files[0] in ALONE:
             others = [other for other in self._running if other is not process]
             if not self._files or not all(other.is_last for other in others):
                 return process.give("")
@@ -367,8 +380,9 @@ class Suite:
             say(f"{time.monotonic() - self._since[file]:6.1f} s  {file}: {in_words(counts)}")
 
 
-def is_alone(file: str) -> bool:
-    return file.startswith(ALONE) and file not in BESIDE
+def place_of(file: str) -> int:
+    """Files of one place are begun in the order of their names."""
+    return len(FIRST) + 1 if file in ALONE else [*FIRST, file].index(file)
 
 
 def say(text: str) -> None:
@@ -493,8 +507,8 @@ def main() -> int:
     )
     parser.add_argument("--limit-s", type=float, default=900.0, help="for the whole run (%(default)s)")
     parser.add_argument("--outside-tests-s", type=float, default=60.0, help="to import a file, to start, and to end")
-    # More than CI's two cores: many tests wait for a limit, or for other processes.
-    parser.add_argument("--processes", type=int, default=4)
+    # Three for each of CI's two cores: many tests wait for a limit, or for other processes.
+    parser.add_argument("--processes", type=int, default=6)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write counts of outcomes and versions there")
     options, arguments = parser.parse_known_args()
     options.arguments = [argument for argument in arguments if argument != "--"]

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import psutil
 import pytest
 from _pytest.config import default_plugins
-from suite import BESIDE, is_alone
+from suite import ALONE
 from suite import FIRST as BEGUN_FIRST
 from warm import Warm, environment
 
@@ -165,33 +165,28 @@ def test_each_file_is_imported_once_and_each_test_runs_once(suites: Warm, tmp_pa
     assert {path.stem for path in tmp_path.glob("*.ran")} == names
 
 
-def test_trainer_tests_run_alone(suites: Warm, tmp_path: Path) -> None:
+def test_what_measures_runs_alone(suites: Warm, tmp_path: Path) -> None:
     times = (
         "import pathlib, time, pytest\n@pytest.mark.parametrize('number', range(3))\ndef test_it(number):\n"
         "    began = time.monotonic()\n    time.sleep(0.2)\n"
         "    pathlib.Path(f'{__file__}.{number}.ran').write_text(f'{began} {time.monotonic()}')\n"
     )
-    for folder in (tmp_path / "tests" / "others", tmp_path / "tests" / "trainers"):
-        folder.mkdir(parents=True)
-        for name in "abc":
-            (folder / f"test_{folder.name}_{name}.py").write_text(times)
+    for name in (*ALONE, *(f"tests/others/test_{name}.py" for name in "abc"), "tests/trainers/test_units.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(times)
     ended = run(suites, tmp_path)
     assert ended.status == 0, ended.text
     spans = {path: [float(at) for at in path.read_text().split()] for path in tmp_path.glob("tests/*/*.ran")}
-    others_end = max(end for path, (_, end) in spans.items() if path.parent.name == "others")
-    alone = sorted(span for path, span in spans.items() if path.parent.name == "trainers")
-    assert len(alone) == 9
+    measures = {tmp_path / f"{name}.{number}.ran" for name in ALONE for number in range(3)}
+    others_end = max(end for path, (_, end) in spans.items() if path not in measures)
+    alone = sorted(spans[path] for path in measures)
+    assert len(spans) == len(alone) + 12
     began, ends = zip(*alone, strict=True)
     assert all(before <= after for before, after in zip([others_end, *ends], began, strict=False))
 
 
 def test_files_with_a_place_of_their_own_are_there() -> None:
-    assert [name for name in (*BEGUN_FIRST, *BESIDE) if not (ROOT / name).is_file()] == []
-
-
-def test_only_listed_trainer_tests_run_beside_others() -> None:
-    assert is_alone("tests/trainers/test_trainers.py") and not is_alone("tests/guard/test_guard.py")
-    assert not any(map(is_alone, BESIDE))
+    assert [name for name in (*BEGUN_FIRST, *ALONE) if not (ROOT / name).is_file()] == []
 
 
 def test_a_failure_is_shown_and_the_rest_runs(suites: Warm, tmp_path: Path) -> None:
