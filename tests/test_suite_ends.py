@@ -165,6 +165,17 @@ def test_each_file_is_imported_once_and_each_test_runs_once(suites: Warm, tmp_pa
     assert {path.stem for path in tmp_path.glob("*.ran")} == names
 
 
+def test_assertions_of_the_last_file_are_rewritten_while_the_first_is_imported(suites: Warm, tmp_path: Path) -> None:
+    (tmp_path / "test_a.py").write_text(
+        "import pathlib, time\nkept = pathlib.Path(__file__).with_name('__pycache__')\n"
+        "while not [*kept.glob('test_b.*.pyc')]: time.sleep(0.01)\ndef test_it(): pass\n"
+    )
+    (tmp_path / "test_b.py").write_text("def test_bad(): assert 6 * 7 == 43\n")
+    ended = run(suites, tmp_path, "--outside-tests-s", "10")
+    assert ended.text.splitlines()[-1] == "1 passed, 1 failed, 0 skipped"
+    assert "assert (6 * 7) == 43" in ended.text
+
+
 def test_what_measures_runs_alone(suites: Warm, tmp_path: Path) -> None:
     times = (
         "import pathlib, time, pytest\n@pytest.mark.parametrize('number', range(3))\ndef test_it(number):\n"
@@ -212,9 +223,10 @@ def test_the_first_failure_starts_no_further_file(suites: Warm, tmp_path: Path) 
     (tmp_path / "test_a.py").write_text("def test_bad(): assert False\n")
     for number in range(10):
         (tmp_path / f"test_b{number}.py").write_text("import time\ndef test_it(): time.sleep(0.5)\n")
-    ended = run(suites, tmp_path, "--exitfirst")
+    ended = run(suites, tmp_path, "--processes", "2", "--exitfirst")
     assert ended.status == 1
-    assert int(ended.text.splitlines()[-1].split()[0]) < 10
+    # The process of the failure has asked for one more already, which it does not run.
+    assert int(ended.text.splitlines()[-1].split()[0]) < 9
 
 
 def test_without_tests_the_run_fails(suites: Warm, tmp_path: Path) -> None:
