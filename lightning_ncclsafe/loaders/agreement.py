@@ -86,13 +86,16 @@ class Agreement:
         """From now on this rank takes no part, and the others compare nothing without it."""
         self._meeting.withdraw(self._identity)
 
-    def uneven(self, data: DataFacts, loader: LoaderFacts, readings: list[BatchesRead]) -> UnevenDataError:
+    def uneven(
+        self, data: DataFacts, loader: LoaderFacts, readings: list[BatchesRead], made_at: str = ""
+    ) -> UnevenDataError:
         """Reports that some rank's data has ended. All ranks know the same facts and use the same words.
 
         Args:
             data: What this rank has shared.
             loader: The loader that has ended.
             readings: How many batches of it each rank has read.
+            made_at: The line that decides how much data this rank has; told if it is the same on all ranks.
 
         Returns:
             The exception to raise if that is an error; otherwise it is reported once.
@@ -106,6 +109,8 @@ class Agreement:
             for rank, reading in enumerate(readings)
         )
         diagnosis = judge(self._job(ranks), AGREEMENT_RULES)
+        if len({reading.place for reading in readings}) == 1:
+            diagnosis = _with_place(diagnosis, lambda: made_at)
         is_error, folder = data.on_uneven == "raise", ""
         if loader.name not in self._reported:
             self._reported.add(loader.name)
