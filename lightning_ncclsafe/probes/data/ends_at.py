@@ -118,18 +118,23 @@ def _of_function(scope: Scope, owner: type, calls: int) -> _Ends:
 
 def _of_yield(node: ast.Yield | ast.YieldFrom, scope: Scope, owner: type, calls: int) -> _Ends | None:
     """What decides how often it yields; None if it does once at most, or equally often on all ranks."""
-    is_from = isinstance(node, ast.YieldFrom)
     loop, outer, inner = _around(node, scope)
-    if not inner and (is_from or isinstance(loop, (ast.For, ast.AsyncFor))):
-        items, line = (node.value, node.lineno) if is_from or loop is None else (_looped_over(loop), loop.lineno)
-        found = _of_items(items, line, scope, owner, calls)
-        return found if not outer else _only_line(outer, scope) if found.given else _UNKNOWN
-    if not inner:
-        return None if loop is None else _UNKNOWN if outer else _Ends(scope.place(loop.lineno))
-    if loop is None and not is_from and not _is_in_loop(node, scope):
+    conditions = outer
+    if isinstance(node, ast.YieldFrom):
+        found, conditions = _of_items(node.value, node.lineno, scope, owner, calls), [*outer, *inner]
+    elif inner and (loop is not None or _is_in_loop(node, scope)):
+        is_split = loop is not None and _splits(_looped_over(loop), scope)
+        return _UNKNOWN if outer or is_split else _only_line(inner, scope)
+    elif loop is None:
         return None
-    is_split = loop is not None and _splits(_looped_over(loop), scope)
-    return _UNKNOWN if outer or is_from or is_split else _only_line(inner, scope)
+    elif isinstance(loop, ast.While):
+        found = _Ends(scope.place(loop.lineno))
+    else:
+        found = _of_items(loop.iter, loop.lineno, scope, owner, calls)
+    if not conditions:
+        return found
+    # What is handed on is chosen by the condition around it; otherwise both decide.
+    return _only_line(conditions, scope) if found.given else _UNKNOWN
 
 
 def _only_line(branches: list[Branch], scope: Scope) -> _Ends:
@@ -177,30 +182,43 @@ def _of_items(items: ast.expr | None, line: int, scope: Scope, owner: type, call
     return _Ends(given=attribute) if attribute else _Ends(scope.place(here))
 
 
-def _handed_on(value: ast.expr | None, scope: Scope, line: int) -> str:
+def _handed_on(value: ast.expr | None, scope: Scope, line: int, names: int = _MOST_NAMES) -> str:
     """The attribute of ``self``, or a parameter, whose items an expression hands on as they are; empty for none."""
     if value is None or _is_about_rank(value):
         return ""
     if is_of_self(value):
         return value.attr
     if isinstance(value, ast.Name):
-        is_parameter = value.id in scope.parameters and value.id != "self"
-        return _PARAMETER if is_parameter else _loop_variable(value.id, scope, line)
+        return _handed_on_by_name(value.id, scope, line, names)
     if isinstance(value, COMPREHENSIONS) and len(value.generators) == 1 and not value.generators[0].ifs:
-        return _handed_on(value.generators[0].iter, scope, line)
+        return _handed_on(value.generators[0].iter, scope, line, names)
     if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Mult) and _is_common(value.right):
-        return _handed_on(value.left, scope, line)
-    return _handed_on_by_call(value, scope, line) if isinstance(value, ast.Call) and not chooses(value) else ""
+        return _handed_on(value.left, scope, line, names)
+    is_plain = isinstance(value, ast.Call) and not chooses(value)
+    return _handed_on_by_call(value, scope, line, names) if isinstance(value, ast.Call) and is_plain else ""
 
 
-def _handed_on_by_call(value: ast.Call, scope: Scope, line: int) -> str:
+def _handed_on_by_call(value: ast.Call, scope: Scope, line: int, names: int) -> str:
     if name_of(value.func) == "super":
         return _BASE
     parts = [*value.args[name_of(value.func) == "map" :], *(one.value for one in value.keywords)]
     if isinstance(value.func, ast.Attribute) and not _is_imported(value.func.value, scope, line):
         parts.insert(0, value.func.value)
-    handed = {_handed_on(one, scope, line) for one in parts if not _is_common(one)}
+    handed = {_handed_on(one, scope, line, names) for one in parts if not _is_common(one)}
     return "" if "" in handed or not handed else handed.pop() if len(handed) == 1 else _SEVERAL
+
+
+def _handed_on_by_name(name: str, scope: Scope, line: int, names: int) -> str:
+    if name in scope.parameters:
+        return _PARAMETER if name != "self" else ""
+    for loop in scope.each(ast.For):
+        targets = {part.id for part in ast.walk(loop.target) if isinstance(part, ast.Name)}
+        if name in targets and loop.lineno < line <= (loop.end_lineno or 0):
+            return _handed_on(loop.iter, scope, loop.lineno, names)
+    made = variable(name, Given(None, scope, line))
+    if not names or made is None or made.is_part:
+        return _SEVERAL
+    return _handed_on(made.value, scope, made.line, names - 1) if made.scope == scope else ""
 
 
 def _is_imported(value: ast.expr, scope: Scope, line: int) -> bool:
@@ -211,15 +229,6 @@ def _is_imported(value: ast.expr, scope: Scope, line: int) -> bool:
         return False
     made = variable(value.id, Given(None, scope, line))
     return value.id == "self" and not is_of_self(value) if made is None else made.value is None
-
-
-def _loop_variable(name: str, scope: Scope, line: int) -> str:
-    """The attribute whose items a loop around a line goes through, if the variable is that loop's."""
-    for one in scope.each(ast.For):
-        names = {part.id for part in ast.walk(one.target) if isinstance(part, ast.Name)}
-        if name in names and one.lineno < line <= (one.end_lineno or 0):
-            return _handed_on(one.iter, scope, one.lineno)
-    return ""
 
 
 def _is_common(value: ast.expr) -> bool:

@@ -2,6 +2,7 @@
 
 import ast
 import itertools
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from typing import Any
@@ -10,7 +11,7 @@ from lightning_ncclsafe.facts import Action, LoaderFacts, LoopEnd, Phase, Progre
 from lightning_ncclsafe.facts.phase_kinds import FIRST_BATCH, PhaseKind, make_phase_kind
 from lightning_ncclsafe.probes.data.ends_at import data_ends_at
 from lightning_ncclsafe.probes.host.resources import filesystem_of
-from lightning_ncclsafe.probes.process.stacks import main_thread_frames
+from lightning_ncclsafe.probes.process.stacks import training_thread
 from lightning_ncclsafe.probes.source.scopes import Scope, attributes_set, first_places, scopes_in, scopes_of
 from lightning_ncclsafe.probes.trainer.setting_lines import SET_BY, setting_lines
 
@@ -127,7 +128,7 @@ class TrainerProbe:
 
     def data_ends_at(self) -> dict[str, str]:
         """For each stage whose loaders exist, the line that decides how many batches they have; a search in source."""
-        frame = next(main_thread_frames(), None)
+        frame = sys._current_frames().get(training_thread().ident or 0)
         found: dict[str, str] = {}
         for phase, loop in self._loops().items():
             source = getattr(loop, "_data_source", None)
