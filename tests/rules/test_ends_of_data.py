@@ -7,7 +7,7 @@ import pytest
 import scenes
 from builders import GLOO, Backend
 
-from lightning_ncclsafe.facts import JobFacts, LoaderFacts, Phase, RankFacts
+from lightning_ncclsafe.facts import JobFacts, LoaderFacts, RankFacts
 from lightning_ncclsafe.facts.codec import from_plain, to_plain
 from lightning_ncclsafe.facts.findings import Finding
 from lightning_ncclsafe.rules.judging import judge
@@ -63,16 +63,6 @@ def test_of_ranks_that_something_else_has_stopped_no_line_is_told() -> None:
     even = replace(facts, ranks=tuple(replace(one, loaders=(LoaderFacts(batches=22),)) for one in facts.ranks))
     for one in judge(even).findings:
         assert LINE not in (one.location, one.summary)
-
-
-def test_in_a_sanity_check_it_is_that_of_the_validation() -> None:
-    facts = short_of(scenes.short_rank_in_validation(GLOO), train=OTHER, validate=LINE)
-    ranks = tuple(
-        one if one.rank == 1 else replace(one, progress=replace(one.progress, phase=Phase.SANITY_CHECK, batch_idx=3))
-        for one in facts.ranks
-    )
-    first = judge(replace(facts, ranks=ranks)).findings[0]
-    assert first.rule != "uneven-batches" or first.location == LINE
 
 
 def test_facts_without_lines_can_be_read() -> None:

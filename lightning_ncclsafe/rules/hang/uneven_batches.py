@@ -117,8 +117,6 @@ def _ends_at(view: Timeline, short: tuple[int, ...], others: tuple[int, ...]) ->
     phases = {view.facts[rank].progress.phase for rank in others}
     if had_fewer_batches(view, short):
         phases = {Phase.TRAIN}
-    if phases == {Phase.SANITY_CHECK}:
-        phases = {Phase.VALIDATE}
     lines = {view.facts[rank].data_ends_at.get(phase.value, "") for rank in short for phase in phases}
     return lines.pop() if len(lines) == 1 else ""
 
