@@ -100,6 +100,8 @@ class RankFacts:
         awaited_thread: The thread of its process that its main thread waits for; None if none is known.
         held_locks: Paths of the files on which its process holds a lock.
         loaders: Dataloaders of the current loop.
+        data_ends_at: For each stage whose loaders exist, ``"train"``, ``"validate"``, ``"test"`` or ``"predict"``, the
+            line that decides how many batches they have: ``"file:line in function"``; none if several do.
         data: The dataloaders of a stage, for comparison; None if the incident is not about data.
         preflight: What the rank found on its host before training; None if the incident is not about that.
         storage: Directories of loggers and checkpoints.
@@ -141,6 +143,7 @@ class RankFacts:
     awaited_thread: AwaitedThread | None = None
     held_locks: tuple[str, ...] = ()
     loaders: tuple[LoaderFacts, ...] = ()
+    data_ends_at: dict[str, str] = field(default_factory=dict)
     data: DataFacts | None = None
     preflight: PreflightFacts | None = None
     storage: tuple[StorageFacts, ...] = ()

@@ -86,13 +86,16 @@ class Agreement:
         """From now on this rank takes no part, and the others compare nothing without it."""
         self._meeting.withdraw(self._identity)
 
-    def uneven(self, data: DataFacts, loader: LoaderFacts, readings: list[BatchesRead]) -> UnevenDataError:
+    def uneven(
+        self, data: DataFacts, loader: LoaderFacts, readings: list[BatchesRead], ends_at: str = ""
+    ) -> UnevenDataError:
         """Reports that some rank's data has ended. All ranks know the same facts and use the same words.
 
         Args:
             data: What this rank has shared.
             loader: The loader that has ended.
             readings: How many batches of it each rank has read.
+            ends_at: The line that decides how much data this rank has; told if it is the same on all ranks.
 
         Returns:
             The exception to raise if that is an error; otherwise it is reported once.
@@ -106,6 +109,8 @@ class Agreement:
             for rank, reading in enumerate(readings)
         )
         diagnosis = judge(self._job(ranks), AGREEMENT_RULES)
+        if len({reading.place for reading in readings}) == 1:
+            diagnosis = _with_place(diagnosis, lambda: ends_at, "How much of this data a rank has is decided")
         is_error, folder = data.on_uneven == "raise", ""
         if loader.name not in self._reported:
             self._reported.add(loader.name)
@@ -205,14 +210,14 @@ class Agreement:
         return write_all(diagnosis, self._report_dir, self._say, is_refused=is_refused)
 
 
-def _with_place(diagnosis: Diagnosis, made_at: Callable[[], str]) -> Diagnosis:
+def _with_place(diagnosis: Diagnosis, made_at: Callable[[], str], words: str = "This data is made") -> Diagnosis:
     """Adds the line that makes the data to findings about that; all ranks run the same source."""
     about_it = [one for one in diagnosis.findings if HOW_DATA_DIFFERS[one.rule].is_of_data and not one.location]
     place = made_at() if about_it else ""
     if not place:
         return diagnosis
-    evidence = Evidence(source="source code", text=f"This data is made at {place}.")
-    text = f"This data is made at {short_place(place)}."
+    evidence = Evidence(source="source code", text=f"{words} at {place}.")
+    text = f"{words} at {short_place(place)}."
     findings = tuple(
         replace(one, location=place, summary=joined((one.summary, text)), evidence=(*one.evidence, evidence))
         if one in about_it

@@ -3,10 +3,12 @@
 The Trainer and its loops are used by duck type; Lightning is not imported here.
 """
 
+import sys
+import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from lightning_ncclsafe._torch import process_groups, sent_together
@@ -18,6 +20,7 @@ from lightning_ncclsafe.loaders.agreement import Agreement
 from lightning_ncclsafe.loaders.iteration import Begin, Iterate, LoaderProxy, ReplacedIteration, replaceable
 from lightning_ncclsafe.loaders.lockstep import BatchesRead, Lockstep, until
 from lightning_ncclsafe.loaders.tuning.tuner import Tuner, Tuning
+from lightning_ncclsafe.probes.data.ends_at import data_ends_at
 from lightning_ncclsafe.probes.data.loaders import loader_facts
 from lightning_ncclsafe.probes.data.made_at import data_made_at
 from lightning_ncclsafe.probes.data.random_state import random_states
@@ -249,7 +252,9 @@ class LoaderCollector:
             if not end.votes and not end.changes_nothing:
                 agreed[index] = end, _counting(agreement, end, facts, data)
             elif end.votes and end.looks_ahead in self._votes:
-                agreed[index] = end, self._voting(agreement, end, facts, data, stage.most_batches(self._trainer))
+                ends_at = cache(partial(_ends_at, stage, index))
+                most = stage.most_batches(self._trainer)
+                agreed[index] = end, self._voting(agreement, end, facts, data, most, ends_at)
         return agreed
 
     def _tunings(self, stage: Stage) -> list[Tuning | None]:
@@ -316,23 +321,46 @@ class LoaderCollector:
                 replaced.restore()
 
     def _voting(
-        self, agreement: Agreement, end: EpochEnd, facts: LoaderFacts, data: DataFacts, most: int | None
+        self,
+        agreement: Agreement,
+        end: EpochEnd,
+        facts: LoaderFacts,
+        data: DataFacts,
+        most: int | None,
+        ends_at: Callable[[], str],
     ) -> Iterate:
-        ahead, report = end.looks_ahead, partial(agreement.uneven, data, facts)
+        ahead = end.looks_ahead
         votes = self._votes[ahead]
         # Ranks that share a batch must evaluate the same data, too.
         has_peers = data.data_ranks < self._strategy.world_size
         compares = (data.stage == TRAIN or has_peers) and data.content != "off"
         first = [partial(agreement.first_batches, data, facts, votes)] if compares else []
 
+        def report(readings: list[BatchesRead]) -> Exception:
+            return agreement.uneven(data, facts, readings, ends_at())
+
+        def place() -> int:
+            return zlib.crc32(ends_at().encode())
+
         def iterate(begin: Begin) -> Any:
             compare = first.pop() if first else None
             on_uneven = self._settings.on_uneven
             called = partial(process_groups.calls_besides, VOTE_GROUPS) if end.ends_independently else None
-            lockstep = Lockstep(begin, votes, on_uneven, report, compare, looks_ahead=ahead, most=most, called=called)
-            return iter(lockstep)
+            return iter(
+                Lockstep(
+                    *(begin, votes, on_uneven, report, compare),
+                    looks_ahead=ahead,
+                    most=most,
+                    called=called,
+                    place=place,
+                )
+            )
 
         return iterate
+
+
+def _ends_at(stage: Stage, index: int) -> str:
+    return data_ends_at(stage.loaders[index], stage.source, stage.name, sys._getframe())
 
 
 def _counting(agreement: Agreement, end: EpochEnd, facts: LoaderFacts, data: DataFacts) -> Iterate:

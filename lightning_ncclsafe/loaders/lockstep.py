@@ -41,10 +41,12 @@ class BatchesRead:
     Attributes:
         batches: Batches that it has had.
         ended: Whether its data has ended.
+        place: A number for the line that decides how much data it has; 0 if that is not known.
     """
 
     batches: int
     ended: bool
+    place: int = 0
 
 
 class Lockstep:
@@ -63,6 +65,8 @@ class Lockstep:
         called: Counts the collectives that this rank has called so far, votes aside. If one rank's data ends before
             another's and no rank has called any for its batches, each continues alone, since nothing waits for the
             others. None to report uneven data in any case.
+        place: Gives the number for the line that decides how much data this rank has, see :class:`BatchesRead`; called
+            once the data of some rank has ended.
     """
 
     def __init__(
@@ -76,6 +80,7 @@ class Lockstep:
         looks_ahead: bool = False,
         most: int | None = None,
         called: Callable[[], int] | None = None,
+        place: Callable[[], int] = lambda: 0,
     ) -> None:
         self._begin = begin
         self._votes = votes
@@ -86,6 +91,7 @@ class Lockstep:
         self._looks_ahead = looks_ahead
         self._most = most
         self._called = called
+        self._place = place
         self._called_before = 0
         self._given = 0
         self._ended = self._reported = self._goes_alone = False
@@ -143,8 +149,10 @@ class Lockstep:
             return not self._ended
         if not self._reported:
             self._reported = True
-            read = self._votes.gather(self._given + (not self._ended), self._ended)
-            uneven = self._report([BatchesRead(batches=batches, ended=bool(ended)) for batches, ended in read])
+            read = self._votes.gather(self._given + (not self._ended), self._ended, self._place())
+            uneven = self._report(
+                [BatchesRead(batches=batches, ended=bool(ended), place=place) for batches, ended, place in read]
+            )
             if self._on_uneven == "raise":
                 raise uneven from error
         return self._on_uneven == "repeat"

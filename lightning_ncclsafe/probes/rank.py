@@ -228,6 +228,7 @@ class RankProbe:
             "workers": self._workers,
             "storage": self._trainer.storage,
             "versions": build.versions,
+            "data_ends_at": self._trainer.data_ends_at,
             # On a starved host, reading the user's files takes longer than all the others.
             "ended_at": self._trainer.ended_at,
             "validates_at": self._trainer.validates_at,

@@ -351,6 +351,18 @@ def test_an_uneven_end_has_one_message_on_all_ranks_and_one_report(tmp_path: Pat
     assert job.said == []
 
 
+@pytest.mark.parametrize(("places", "is_told"), [((5, 5), True), ((5, 6), False), ((5, 0), False)])
+def test_an_uneven_end_has_the_line_that_all_ranks_know(tmp_path: Path, places: tuple[int, ...], is_told: bool) -> None:
+    readings = [BatchesRead(batches=9 - rank, ended=bool(rank), place=place) for rank, place in enumerate(places)]
+    presented, line = data(STREAM, on_uneven="raise"), "/home/me/train.py:8 in __iter__"
+    errors = Job(tmp_path, 2).run(lambda rank, agreement: agreement.uneven(presented, STREAM, readings, line))
+    for error in errors:
+        assert isinstance(error, UnevenDataError)
+        (finding,) = error.findings
+        assert finding.location == (line if is_told else "")
+        assert ("is decided at train.py:8 in __iter__." in finding.summary) == is_told
+
+
 @pytest.mark.parametrize("on_uneven", ["stop_together", "repeat"])
 def test_an_allowed_uneven_end_is_printed_once(tmp_path: Path, on_uneven: str) -> None:
     job = Job(tmp_path, 2)

@@ -79,6 +79,27 @@ def test_stop_together_ends_with_the_shortest_and_reports_each_rank() -> None:
         assert reader.told == [readings, readings]
 
 
+def test_each_rank_tells_the_line_that_decides_once_the_data_of_one_has_ended() -> None:
+    asked = []
+
+    def body(rank: int, votes: ThreadVotes) -> list[list[BatchesRead]]:
+        def place() -> int:
+            asked.append(rank)
+            return 7 + rank // 2
+
+        reader = Rank(rank, LENGTHS[rank], votes, "repeat")
+        batches = lockstep(reader.begin, votes, "repeat", reader.tell, place=place)
+        before = [next(batches) for _ in range(2)]
+        assert len(before) == 2
+        assert rank not in asked
+        list(batches)
+        return reader.told
+
+    for (readings,) in as_ranks(3, body):
+        assert [reading.place for reading in readings] == [7, 7, 8]
+    assert sorted(asked) == [0, 1, 2]
+
+
 def test_raise_raises_on_all_ranks_before_the_same_batch() -> None:
     def body(rank: int, votes: ThreadVotes) -> list[Any]:
         got = []

@@ -600,3 +600,45 @@ def test_time_based_validation_is_recognised(tmp_path: Path) -> None:
     facts = probe.facts()
     assert facts is not None and facts.validates_by_clock
     assert facts.settings["val_check_interval"] == "5400 s"
+
+
+class Endless(IterableDataset[torch.Tensor]):
+    def __iter__(self) -> Any:
+        for row in range(BATCHES):
+            if row % 2:
+                continue  # <- endless
+            yield torch.full((4,), float(row))
+
+
+def test_the_lines_that_decide_how_much_data_there_is_are_those_of_each_stage(tmp_path: Path) -> None:
+    look = Look("on_validation_batch_start", "on_train_end", part=lambda probe: probe.data_ends_at())
+    numbers = Numbers()  # <- numbers
+    trainer = make_trainer(tmp_path, look, max_epochs=1)
+    look.probe = TrainerProbe(trainer)
+    assert look.probe.data_ends_at() == {}
+    trainer.fit(Net(), DataLoader(numbers, 2), [DataLoader(Endless())] * 2)
+    validate, train = (place_of(mark) for mark in ("endless", "numbers"))
+    expected = {
+        "train": f"{train} in test_the_lines_that_decide_how_much_data_there_is_are_those_of_each_stage",
+        "validate": f"{validate} in __iter__",
+    }
+    assert {tuple(sorted(seen.items())) for each in look.seen.values() for seen in each} == {
+        tuple(sorted(expected.items()))
+    }
+    trainer.test(Net(), DataLoader(Endless()), verbose=False)
+    assert look.probe.data_ends_at() == {"test": f"{validate} in __iter__"}
+
+
+def test_loaders_that_end_at_different_lines_have_none(tmp_path: Path) -> None:
+    look = Look("on_validation_batch_start", part=lambda probe: probe.data_ends_at())
+    held = Held()
+    trainer = make_trainer(tmp_path, look, max_epochs=1)
+    look.probe = TrainerProbe(trainer)
+    trainer.fit(Net(), DataLoader(Stream(), 2), [DataLoader(held, 2), DataLoader(Endless())])
+    assert all("validate" not in seen for seen in look.seen["on_validation_batch_start"])
+
+
+def place_of(mark: str) -> str:
+    lines = Path(__file__).read_text().splitlines()
+    (number,) = (number for number, line in enumerate(lines, 1) if line.endswith(f"# <- {mark}"))
+    return f"{__file__}:{number}"

@@ -350,6 +350,11 @@ def is_user_code(file: str) -> bool:
     return not file.startswith((_PACKAGE, *_INSTALLED)) and "site-packages" not in file and "dist-packages" not in file
 
 
+def is_own_file(file: str) -> bool:
+    """Whether a source file is one of this package."""
+    return file.startswith(_OWN)
+
+
 def _traceback_frames(trace: TracebackType | None) -> tuple[Frame, ...]:
     return _frames((f.f_code.co_filename, line, f.f_code.co_name) for f, line in traceback.walk_tb(trace))
 

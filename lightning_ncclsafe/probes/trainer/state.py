@@ -2,13 +2,16 @@
 
 import ast
 import itertools
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from typing import Any
 
 from lightning_ncclsafe.facts import Action, LoaderFacts, LoopEnd, Phase, Progress, StorageFacts, TrainerFacts
 from lightning_ncclsafe.facts.phase_kinds import FIRST_BATCH, PhaseKind, make_phase_kind
+from lightning_ncclsafe.probes.data.ends_at import data_ends_at
 from lightning_ncclsafe.probes.host.resources import filesystem_of
+from lightning_ncclsafe.probes.process.stacks import training_thread
 from lightning_ncclsafe.probes.source.scopes import Scope, attributes_set, first_places, scopes_in, scopes_of
 from lightning_ncclsafe.probes.trainer.setting_lines import SET_BY, setting_lines
 
@@ -122,6 +125,18 @@ class TrainerProbe:
         # The fit loop has one count for its combined loader, the others one count per loader.
         each = counts if isinstance(counts, list) else itertools.repeat(counts)
         return tuple(_loader_facts(loader, count) for loader, count in zip(_loaders_of(loop), each, strict=False))
+
+    def data_ends_at(self) -> dict[str, str]:
+        """For each stage whose loaders exist, the line that decides how many batches they have; a search in source."""
+        frame = sys._current_frames().get(training_thread().ident or 0)
+        found: dict[str, str] = {}
+        for phase, loop in self._loops().items():
+            source = getattr(loop, "_data_source", None)
+            given, hook = getattr(source, "instance", None), getattr(source, "name", "")
+            lines = {data_ends_at(loader, given, hook, frame) for loader in _loaders_of(loop)}
+            if len(lines) == 1 and any(lines):
+                found[phase.value] = lines.pop()
+        return found
 
     def facts(self) -> TrainerFacts | None:
         """Its settings, and how its training loop ended, without lines; None if it does not ``fit``."""
@@ -261,6 +276,15 @@ class TrainerProbe:
         if getattr(trainer, "training", False):
             return trainer.fit_loop
         return getattr(trainer, "_active_loop", None)
+
+    def _loops(self) -> dict[Phase, Any]:
+        """Those of the present or last call of the Trainer, by the phase that their batches are in."""
+        trainer = self._trainer
+        name = getattr(getattr(getattr(trainer, "state", None), "fn", None), "value", "")
+        if name == "fit":
+            return {Phase.TRAIN: trainer.fit_loop, Phase.VALIDATE: trainer.fit_loop.epoch_loop.val_loop}
+        phase = _PHASES.get(name)
+        return {phase: getattr(trainer, f"{name}_loop")} if phase is not None else {}
 
     def _batches(self) -> Any:
         """Lightning's ``BatchProgress`` of the current loop."""

@@ -27,6 +27,7 @@ from lightning_ncclsafe.rules.kit import (
     positions,
     ranks_words,
     recorder_evidence,
+    short_place,
     user_location,
     verb,
     waiting_sentence,
@@ -97,16 +98,32 @@ def _finding(view: Timeline, short: tuple[int, ...]) -> Finding:
         f"{clause(short, 'has|have')} {how}{f' ({ended})' if ended else ''} while "
         f"{clause(others, 'is|are still')} {where if where.startswith('in ') else f'in {where}'}"
     )
+    place = "" if is_stopped else _ends_at(view, short, others)
+    made = f"How much data they have is decided at {short_place(place)}." if place else ""
     return finding(
         view,
         short,
-        joined((f"{text}.", waiting_sentence(view))),
+        joined((f"{text}.", waiting_sentence(view), made)),
         severity=_severity(view, short),
         confidence=confidence if is_known and _is_decided(view, short) else Confidence.POSSIBLE,
-        location=user_location(view, others),
-        evidence=(*_evidence(view), *recorder_evidence(view)),
+        location=place or user_location(view, others),
+        evidence=(*_evidence(view), *_line_evidence(place), *recorder_evidence(view)),
         remedy=_REMEDY_STOPPED if is_stopped else _REMEDY,
     )
+
+
+def _ends_at(view: Timeline, short: tuple[int, ...], others: tuple[int, ...]) -> str:
+    """The line that decides how much data the short ranks have for what the others are in; empty if unknown."""
+    phases = {view.facts[rank].progress.phase for rank in others}
+    if had_fewer_batches(view, short):
+        phases = {Phase.TRAIN}
+    lines = {view.facts[rank].data_ends_at.get(phase.value, "") for rank in short for phase in phases}
+    return lines.pop() if len(lines) == 1 else ""
+
+
+def _line_evidence(place: str) -> Iterator[Evidence]:
+    if place:
+        yield Evidence(source="source code", text=f"How much data they have is decided at {place}.")
 
 
 def _loop_finding(view: Timeline, left: LeftLoop) -> Finding:
