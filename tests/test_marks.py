@@ -279,6 +279,7 @@ NOT_FOR_RANKS = {
     "preflight.check.Preflight.compare": ITSELF,
     "preflight.check.Preflight.wait": ITSELF,
     "preflight.probe._watched_swap": ASIDE,
+    "probes.process.stack_samples.StackSamples.outside_loop": ASIDE,
     "probes.process.caught.HandlerWatch.close": ITSELF,
     "guard.rank_hosts.try_connecting": ASIDE,
     "probes.process.ended_children.ChildWatch.close": ITSELF,

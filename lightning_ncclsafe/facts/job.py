@@ -84,6 +84,8 @@ class RankFacts:
         progress: The progress of its Trainer.
         stack: Main thread's Python stack, outermost frame first; without the traceback of its exception.
         thread_stack: Stack of another thread that is in a collective called by the user's code; empty if there is none.
+        breakpoint_at: The call that has made its main thread pause in a debugger: pdb pauses at the line after it. None
+            if it is not paused, or not by a call that is known.
         groups: Process groups of this rank that a recorder covers, or that were not used yet.
         unrecorded: Process groups that this rank has used, but whose collectives are unknown.
         collectives: The recorder's last entries, oldest first, including all that have not completed.
@@ -128,6 +130,7 @@ class RankFacts:
     taken_ns: int = 0
     stack: tuple[Frame, ...] = ()
     thread_stack: tuple[Frame, ...] = ()
+    breakpoint_at: Frame | None = None
     groups: tuple[Group, ...] = ()
     unrecorded: tuple[UnrecordedGroup, ...] = ()
     collectives: tuple[Collective, ...] = ()

@@ -16,6 +16,7 @@ from lightning_ncclsafe._torch import build
 from lightning_ncclsafe.code.side_thread import SideThread, UnansweredError
 from lightning_ncclsafe.facts import (
     ExceptionFacts,
+    Frame,
     HostFacts,
     LoggerFacts,
     MachineFacts,
@@ -29,6 +30,7 @@ from lightning_ncclsafe.probes.machine_state import MachineProbe
 from lightning_ncclsafe.probes.network import taken_interface
 from lightning_ncclsafe.probes.peers import Peers
 from lightning_ncclsafe.probes.process import (
+    breakpoints,
     child_waits,
     file_waits,
     flight_recorder,
@@ -44,7 +46,7 @@ from lightning_ncclsafe.probes.process.last_seen import LastSeenFile
 from lightning_ncclsafe.probes.process.main_thread import (
     thread_ran_s,
 )
-from lightning_ncclsafe.probes.process.stack_samples import StackSamples
+from lightning_ncclsafe.probes.process.stack_samples import StackSamples, is_in_while, outside_common_loop
 from lightning_ncclsafe.probes.rank_info import RankInfo
 from lightning_ncclsafe.probes.trainer import model_units
 from lightning_ncclsafe.probes.trainer.actions import ActionTracker
@@ -53,6 +55,8 @@ from lightning_ncclsafe.probes.trainer.steps import StepRecord
 
 # Asking a worker for its stack takes some milliseconds, one after another; a few are enough to see what they do.
 _WORKERS_ASKED = 4
+# How often one that runs in a loop is asked again.
+_ASKED_AGAIN = 2
 # After how many seconds without progress its stack is sampled: one sample takes half a millisecond.
 _SAMPLED_AFTER_S = 1.0
 # How often this process's memory is noted: reading it takes 0.1 ms.
@@ -211,7 +215,10 @@ class RankProbe:
             "caught": lambda: self._caught.facts(idle_s, besides=facts.exception) if self._caught else None,
             "failed_save": lambda: _sourced(self._steps.failed_save if self._steps else None),
             **({"exception": lambda: _sourced(facts.exception)} if facts.exception is not None else {}),
-            "stack": lambda: stacks.with_source(facts.stack),
+            "stack": lambda: stacks.with_source(
+                _try(lambda: self._samples.outside_loop(facts.stack, self.position), facts.stack, "loop", missing)
+            ),
+            "breakpoint_at": lambda: breakpoints.breakpoint_before(facts.stack),
             "thread_stack": lambda: stacks.with_source(facts.thread_stack),
             "collectives": lambda: flight_recorder.with_source(located),
             "units": lambda: model_units.read_units(self._trainer.model(), facts.collectives),
@@ -286,9 +293,17 @@ class RankProbe:
         workers = [look_at(pid) for pid in child_processes(besides=[peer.pid for peer in self.peers.known])]
         for index, seen in enumerate(workers[:_WORKERS_ASKED]):
             if self._armed is not None:
-                stack = traceback_signal.ask(seen.pid, self._armed, owner=self.info.pid)
+                stack = self._stack_of_worker(seen, self._armed)
                 workers[index] = replace(seen, stack=stacks.with_source(stack))
         return tuple(workers)
+
+    def _stack_of_worker(self, seen: ProcessFacts, armed: traceback_signal.Armed) -> tuple[Frame, ...]:
+        """Its stack; where a loop runs, it is asked again, as the line at which it was says little."""
+        asked = [traceback_signal.ask(seen.pid, armed, owner=self.info.pid)]
+        if seen.state == "running" and is_in_while(asked[0]):
+            while len(asked) <= _ASKED_AGAIN and asked[-1]:
+                asked.append(traceback_signal.ask(seen.pid, armed, owner=self.info.pid))
+        return outside_common_loop([stack for stack in asked if stack])
 
     def _run(
         self, probes: dict[str, Callable[[], Any]], parts: dict[str, Any], missing: list[str], deadline_s: float

@@ -49,6 +49,7 @@ BEFORE_HOST_FACTS = [
         "caught",
         "failed_save",
         "stack",
+        "breakpoint_at",
         "thread_stack",
         "collectives",
         "units",
@@ -268,6 +269,21 @@ def test_only_four_workers_are_asked_for_their_stacks(probe: RankProbe, monkeypa
     facts = probe.look(0.0, deadline_s=AMPLE_S)
     assert [worker.pid for worker in facts.workers] == [101, 102, 103, 104, 105, 106]
     assert asked == [101, 102, 103, 104]
+
+
+@pytest.mark.parametrize("state, asked", [("running", 3), ("sleeping", 1)])
+def test_a_worker_that_runs_in_a_loop_is_asked_again(
+    probe: RankProbe, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, state: str, asked: int
+) -> None:
+    path = tmp_path / "data.py"
+    path.write_text("def crop(mask):\n    while not mask.any():\n        left = draw(mask)\n    return mask\n")
+    stacks_ = iter([(Frame(file=str(path), line=line, function="crop", user=True),) for line in (3, 2, 3)])
+    monkeypatch.setattr(rank, "child_processes", lambda besides: [101])
+    monkeypatch.setattr(rank, "look_at", lambda pid: ProcessFacts(pid=pid, state=state))
+    monkeypatch.setattr(traceback_signal, "ask", lambda pid, armed, owner: next(stacks_))
+    (worker,) = probe.look(0.0, deadline_s=AMPLE_S).workers
+    assert worker.stack[-1].line == (2 if asked == 3 else 3)
+    assert len([*stacks_]) == 3 - asked
 
 
 def test_own_growth_is_known_after_noting_memory(probe: RankProbe, monkeypatch: pytest.MonkeyPatch) -> None:

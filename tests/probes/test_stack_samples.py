@@ -1,13 +1,15 @@
 """Of a loop, the line is shown that takes longest, not the one at which a look happens to find it."""
 
+import itertools
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from lightning_ncclsafe.code.libraries import COLLECTIVES
 from lightning_ncclsafe.facts import Frame
 from lightning_ncclsafe.probes.process import stack_samples
-from lightning_ncclsafe.probes.process.stack_samples import StackSamples
+from lightning_ncclsafe.probes.process.stack_samples import StackSamples, is_in_while, outside_common_loop
 
 OUTER = Frame(file="train.py", line=7, function="setup", user=True)
 WAIT = Frame(file="/venv/torch/distributed/distributed_c10d.py", line=5356, function="barrier")
@@ -67,7 +69,7 @@ def test_a_rank_that_waits_is_where_it_is(samples: StackSamples, sample: Sample)
 
 def test_recursion_does_not_fill_the_memory(samples: StackSamples, sample: Sample) -> None:
     sample(*(at(12, *[OUTER] * depth) for depth in range(200)))
-    assert len(samples._since[1]) < 100
+    assert len(samples._since.samples) < 100
 
 
 def test_progress_noted_while_samples_are_compared_does_no_harm(
@@ -77,3 +79,180 @@ def test_progress_noted_while_samples_are_compared_does_no_harm(
     sample(at(12), at(12), at(12), at(12))
     monkeypatch.setattr(stack_samples, "is_in_wait", lambda _: samples.note(2))
     assert samples.usual(at(13), 1) == at(12)
+
+
+SOURCE = """\
+def fitted(rows, centers, rank):
+    shift = 1.0
+    while not shift < 0.1:
+        moved = means(rows, centers)
+        shift = distance(moved, centers)
+        centers = moved
+    while True:
+        rows = next(rows)
+        centers = means(rows, centers)
+    for row in rows:
+        a(row)
+        b(row)
+    while rows:
+        for row in rows:
+            a(row)
+            b(row)
+        if rank == 0:
+            a(rows)
+            b(rows)
+        xs = [
+            a(row)
+            for row in rows
+        ]
+    else:
+        a(rows)
+    return centers
+
+
+class Net:
+    def fitted(self):
+        a(1)
+        b(2)
+
+
+def means(rows, centers):
+    return sum(
+        rows
+    )
+"""
+TORCH = Frame(file="/venv/torch/functional.py", line=9, function="norm")
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> str:
+    path = tmp_path / "train.py"
+    path.write_text(SOURCE)
+    return str(path)
+
+
+Looped = Callable[..., tuple[str, ...]]
+
+
+@pytest.fixture
+def looped(source: str, samples: StackSamples, sample: Sample, monkeypatch: pytest.MonkeyPatch) -> Looped:
+    """What is shown of a thread that was at these lines, in this order, twice over: its lines, below the outer one."""
+
+    def show(*lines: int | str, now: int | str | None = None, times: int = 2) -> tuple[str, ...]:
+        monkeypatch.setattr(stack_samples, "_MORE", 0)
+        stacks = [stack_at(source, line) for line in lines]
+        sample(*stacks * times)
+        return lines_of(samples.outside_loop(stack_at(source, lines[-1] if now is None else now), lambda: 1))
+
+    return show
+
+
+def stack_at(source: str, line: int | str) -> tuple[Frame, ...]:
+    """The stack at a line of `fitted`, or at two, ``"4 means:36"``; it ends in a library."""
+    calls = [call.rpartition(":") for call in f"fitted:{line}".split()]
+    return (
+        OUTER,
+        *(Frame(file=source, line=int(number), function=function, user=True) for function, _, number in calls),
+        TORCH,
+    )
+
+
+def lines_of(stack: tuple[Frame, ...]) -> tuple[str, ...]:
+    return tuple(f"{frame.function}:{frame.line}" for frame in stack if frame != OUTER)
+
+
+def test_a_thread_that_goes_round_is_at_the_head_of_its_loop(looped: Looped) -> None:
+    assert looped("4 means:36", 5, "4 means:37", 6, 3) == ("fitted:3",)
+
+
+def test_one_of_two_lines_may_take_longer(looped: Looped) -> None:
+    assert looped(3, 3, 3, 3, 4) == ("fitted:3",)
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        # One line, with what it calls, takes longest.
+        [*[4] * 9, 5],
+        [*["4 means:36"] * 18, 5, 6],
+        # The call of one pass has not returned.
+        ["4 means:36", "4 means:37"],
+        # No loop is around all lines, or one that does not say when it ends.
+        [2, 4, 5, 6],
+        [8, 9],
+        [11, 12],
+        [15, 16],
+        [14, 15, 16],
+        [21, 22],
+        [31, 32],
+        [14, 25],
+        # One line of the present function is in another loop.
+        [4, 5, 9],
+    ],
+)
+def test_a_thread_that_goes_round_in_no_while_loop_is_where_it_is(looped: Looped, lines: list[int | str]) -> None:
+    assert looped(*lines) == lines_of(stack_at("", lines[-1]))
+
+
+def test_the_innermost_loop_around_all_lines_counts(looped: Looped) -> None:
+    assert looped(15, 16, 20) == ("fitted:13",)
+
+
+def test_what_some_ranks_do_in_a_loop_is_not_lost(looped: Looped) -> None:
+    assert looped(18, 19, 14) == ("fitted:14", "norm:9")
+
+
+def test_a_thread_that_passes_line_after_line_goes_round_in_nothing(looped: Looped) -> None:
+    assert looped(3, 3, 4, 4, 5, 5, 6, 6, times=1) == ("fitted:6", "norm:9")
+    assert looped(3, times=1) == ("fitted:3",)
+
+
+def test_few_samples_show_no_loop(looped: Looped) -> None:
+    assert looped(4, 5) == ("fitted:5", "norm:9")
+
+
+def test_a_thread_that_has_left_the_loop_is_where_it_is(looped: Looped) -> None:
+    assert looped(4, 5, 6, 3, now=27) == ("fitted:27", "norm:9")
+
+
+def test_a_thread_that_waits_for_others_in_its_loop_is_where_it_is(looped: Looped, source: str, sample: Sample) -> None:
+    sample((*stack_at(source, 4), WAIT), stack_at(source, 4))
+    assert looped(4, 5, 6, 3) == ("fitted:3", "norm:9")
+
+
+def test_progress_while_samples_are_taken_says_nothing(
+    source: str, samples: StackSamples, sample: Sample, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    positions = iter([1, 2])
+    sample(*[stack_at(source, line) for line in (3, 4, 5, 6)] * 3)
+    assert samples.outside_loop(stack_at(source, 4), lambda: next(positions)) == stack_at(source, 4)
+
+
+def test_more_samples_are_taken_of_a_thread_in_a_loop(
+    source: str, samples: StackSamples, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    samples.note(1)
+    lines = itertools.cycle([3, 4, 5, 6])
+    taken: list[int] = []
+
+    def take() -> tuple[Frame, ...]:
+        taken.append(next(lines))
+        return stack_at(source, taken[-1])
+
+    monkeypatch.setattr(stack_samples, "main_thread_stack", take)
+    monkeypatch.setattr(stack_samples, "_MORE_S", 20.0)
+    assert lines_of(samples.outside_loop(stack_at(source, 4), lambda: 1)) == ("fitted:3",)
+    assert len(taken) == 16
+    assert samples.outside_loop(stack_at(source, 27), lambda: 1) == stack_at(source, 27)
+    assert samples.outside_loop((*stack_at(source, 4), WAIT), lambda: 1) == (*stack_at(source, 4), WAIT)
+    assert len(taken) == 16
+
+
+def test_a_process_that_was_asked_again_is_at_the_head_of_its_loop(source: str) -> None:
+    stacks = [stack_at(source, line) for line in (4, 4, 5)]
+    assert is_in_while(stacks[0])
+    assert lines_of(outside_common_loop(stacks)) == ("fitted:3",)
+    assert outside_common_loop(stacks[:2]) == stacks[0]
+    assert outside_common_loop([]) == ()
+    assert not is_in_while(stack_at(source, 27))
+    assert not is_in_while(())

@@ -214,6 +214,19 @@ def test_a_shell_in_a_program_is_a_debugger_and_one_around_it_is_not() -> None:
     assert "at-breakpoint" not in found(scenes.late(GLOO, works))
 
 
+def test_what_has_to_go_is_the_call_of_a_debugger() -> None:
+    prompt = Frame(file="/usr/lib/python3.12/pdb.py", line=432, function="_cmdloop")
+    paused = GLOO.working(2, user("training_step", 40), prompt, seq=60, action=TRAINING_STEP)
+    before = judge(scenes.late(GLOO, replace(paused, breakpoint_at=user("training_step", 39)))).findings[0]
+    assert before.location.endswith("train.py:39 in training_step")
+    assert "is paused in a debugger, called in line 39, " in before.summary
+    assert "train.py:40 in training_step" in before.summary
+    for call in (user("training_step", 40), None):
+        at_it = judge(scenes.late(GLOO, replace(paused, breakpoint_at=call))).findings[0]
+        assert at_it.location.endswith("train.py:40 in training_step")
+        assert "called in line" not in at_it.summary
+
+
 def test_a_debugger_that_waits_for_a_connection_is_one() -> None:
     listens = Frame(file=f"{SITE}/remote_pdb.py", line=60, function="__init__")
     culprit = GLOO.working(2, user("training_step", 40), listens, seq=60, action=TRAINING_STEP)

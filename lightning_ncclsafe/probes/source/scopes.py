@@ -17,7 +17,15 @@ from lightning_ncclsafe.code.libraries import is_top_level
 from lightning_ncclsafe.facts import Branch, Decides
 from lightning_ncclsafe.probes.process.stacks import is_user_code
 from lightning_ncclsafe.probes.source.control_flow import control_flow
-from lightning_ncclsafe.probes.source.syntax import FUNCTIONS, Function, first_line, name_of, nodes_in, syntax_tree
+from lightning_ncclsafe.probes.source.syntax import (
+    FUNCTIONS,
+    Function,
+    first_line,
+    last_line,
+    name_of,
+    nodes_in,
+    syntax_tree,
+)
 
 N = TypeVar("N", bound=ast.AST)
 
@@ -158,6 +166,17 @@ def scopes_of(file: str) -> tuple[Scope, ...]:
             found.append(scope)
         left += ((child, scope) for child in ast.iter_child_nodes(node))
     return tuple(found)
+
+
+def scope_at(file: str, function: str, line: int) -> Scope:
+    """The function of this name that a line is in, the innermost of several; one without source if there is none."""
+    known = [scope for scope in scopes_of(file) if scope.name == function]
+    around = (scope for scope in known if not scope.is_function or _has_line(scope, line))
+    return max(around, key=lambda scope: scope.line, default=Scope())
+
+
+def _has_line(scope: Scope, line: int) -> bool:
+    return bool(scope.body) and scope.line <= line <= last_line(scope.body[-1])
 
 
 def _function(file: str, node: Function, outer: Scope) -> Scope:

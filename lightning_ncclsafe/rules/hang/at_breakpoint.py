@@ -5,7 +5,17 @@ from collections.abc import Iterator
 
 from lightning_ncclsafe.code.libraries import DEBUGGERS
 from lightning_ncclsafe.facts import RankFacts
-from lightning_ncclsafe.rules.kit import Confidence, Finding, Plan, Timeline, hang_rule, is_in, straggler_finding
+from lightning_ncclsafe.rules.kit import (
+    Confidence,
+    Finding,
+    Plan,
+    Timeline,
+    deepest_user_frame,
+    hang_rule,
+    is_in,
+    location_of,
+    straggler_finding,
+)
 
 
 @hang_rule(
@@ -31,7 +41,17 @@ def at_breakpoint(view: Timeline) -> Iterator[Finding]:
     """
     ranks = tuple(rank for rank in view.awaited if _is_in_debugger(view.facts[rank]))
     if ranks:
-        yield straggler_finding(view, ranks, "is|are paused in a debugger", confidence=Confidence.CERTAIN)
+        # What has to go is the call; pdb pauses at the line after it.
+        call, paused = view.facts[ranks[0]].breakpoint_at, deepest_user_frame(view.facts[ranks[0]].stack)
+        is_elsewhere = call is not None and paused is not None and call.line != paused.line
+        yield straggler_finding(
+            view,
+            ranks,
+            "is|are paused in a debugger",
+            f", called in line {call.line}" if call is not None and is_elsewhere else "",
+            confidence=Confidence.CERTAIN,
+            location=location_of(call) or None,
+        )
 
 
 def _is_in_debugger(facts: RankFacts) -> bool:
