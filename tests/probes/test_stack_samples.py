@@ -191,7 +191,7 @@ def test_one_of_two_lines_may_take_longer(looped: Looped) -> None:
     ],
 )
 def test_a_thread_that_goes_round_in_no_while_loop_is_where_it_is(looped: Looped, lines: list[int | str]) -> None:
-    assert looped(*lines) == lines_of(stack_at("", lines[-1]))
+    assert looped(*lines, times=4) == lines_of(stack_at("", lines[-1]))
 
 
 def test_the_innermost_loop_around_all_lines_counts(looped: Looped) -> None:
