@@ -341,6 +341,22 @@ def test_a_reraised_exception_has_the_users_line() -> None:
     assert len(stack) == 1
 
 
+def test_a_frame_without_a_line_is_at_the_first_of_its_function() -> None:
+    """Python has none for code that its compiler adds, as at the end of a ``with`` statement."""
+
+    def fail() -> None:
+        raise ValueError("broken")
+
+    first = fail.__code__.co_firstlineno
+    fail.__code__ = fail.__code__.replace(co_linetable=b"")
+    try:
+        fail()
+    except ValueError as error:
+        *_, frame = stacks.exception_facts(error, is_consequence=False).stack
+    assert (frame.function, frame.line) == ("fail", first)
+    assert stacks.with_source([frame])[0].code.startswith("def fail")
+
+
 def test_a_very_deep_stack_keeps_both_ends() -> None:
     def dive(depth: int) -> None:
         if depth == 0:

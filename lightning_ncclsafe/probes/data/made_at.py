@@ -64,7 +64,7 @@ def data_made_at(given: Any, hook: str) -> str:
             return _reading.call(partial(_of_hook, code, type(given)), _MOST_S)
         frame = _caller_of_trainer(sys._getframe(1))
         if frame is not None:
-            call = partial(_of_argument, frame.f_code, frame.f_lineno, _owner_in(frame), hook)
+            call = partial(_of_argument, frame.f_code, frame.f_lineno or 0, _owner_in(frame), hook)
             return _reading.call(call, _MOST_S)
     return ""
 
@@ -95,7 +95,7 @@ def _of_hook(code: CodeType, owner: type) -> str:
 
 
 def _of_call(frame: FrameType, hook: str) -> str:
-    return _of_argument(frame.f_code, frame.f_lineno, _owner_in(frame), hook)
+    return _of_argument(frame.f_code, frame.f_lineno or 0, _owner_in(frame), hook)
 
 
 def _owner_in(frame: FrameType) -> type | None:
@@ -114,7 +114,7 @@ def _of_local(loader: Any, frame: FrameType | None) -> str:
     for wanted in (dataset, loader):
         for around in frames if wanted is not None else ():
             scope = scope_of(around.f_code)
-            here = Given(None, scope, around.f_lineno)
+            here = Given(None, scope, around.f_lineno or 0)
             held = None if wanted is dataset else dataset
             names = [name for name, value in [*around.f_locals.items()] if _is_it(value, wanted, held)]
             found = [variable(name, here) for name in names if name not in (*scope.parameters, *scope.collected)]

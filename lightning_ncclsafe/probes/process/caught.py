@@ -24,7 +24,7 @@ from lightning_ncclsafe.code.marks import with_inner
 from lightning_ncclsafe.code.raised import text_of
 from lightning_ncclsafe.code.side_thread import OWN_THREADS
 from lightning_ncclsafe.facts import CaughtException, ExceptionFacts, Frame
-from lightning_ncclsafe.probes.process.stacks import is_user_code, seen_frame, training_thread, with_source
+from lightning_ncclsafe.probes.process.stacks import is_user_code, place_in, seen_frame, training_thread, with_source
 from lightning_ncclsafe.probes.source.syntax import syntax_tree
 
 _KEPT = 16
@@ -235,7 +235,7 @@ def _raised_at(trace: TracebackType | None) -> tuple[str, int]:
     last = trace
     while last is not None and last.tb_next is not None:
         last = last.tb_next
-    return (last.tb_frame.f_code.co_filename, last.tb_lineno) if last is not None else ("", 0)
+    return place_in(last.tb_frame, last.tb_lineno)[:2] if last is not None else ("", 0)
 
 
 def _handles(trace: TracebackType | None) -> Frame | None:
@@ -243,15 +243,12 @@ def _handles(trace: TracebackType | None) -> Frame | None:
     if trace is None or not is_user_code(trace.tb_frame.f_code.co_filename):
         return None
     frame = trace.tb_frame
-    return seen_frame(frame.f_code.co_filename, frame.f_lineno or trace.tb_lineno, frame.f_code.co_name)
+    return seen_frame(*place_in(frame, frame.f_lineno or trace.tb_lineno))
 
 
 def _stack(trace: TracebackType | None, callers: FrameType | None) -> tuple[Frame, ...]:
     outer = [*traceback.walk_stack(callers)][::-1] if callers is not None else []
-    frames = [
-        seen_frame(frame.f_code.co_filename, line, frame.f_code.co_name)
-        for frame, line in (*outer, *traceback.walk_tb(trace))
-    ]
+    frames = [seen_frame(*place_in(frame, line)) for frame, line in (*outer, *traceback.walk_tb(trace))]
     return own_frames(frames, raised=trace is not None)
 
 

@@ -13,7 +13,7 @@ from itertools import takewhile
 
 from lightning_ncclsafe.code.libraries import TRAINER_RUN
 from lightning_ncclsafe.facts import Frame, LastSeen, Progress, codec
-from lightning_ncclsafe.probes.process.stacks import is_user_code, seen_frame, training_thread
+from lightning_ncclsafe.probes.process.stacks import is_user_code, place_in, seen_frame, training_thread
 
 _MOST_BYTES = 1 << 16
 # Longer stacks are those of a recursion.
@@ -100,7 +100,7 @@ def _user_frames() -> tuple[Frame, ...]:
         if depth == _MOST_FRAMES or TRAINER_RUN.has(code.co_filename, code.co_name):
             break
         if is_user_code(code.co_filename):
-            found.append(seen_frame(code.co_filename, line, code.co_name))
+            found.append(seen_frame(*place_in(frame, line)))
     return tuple(reversed(found))
 
 

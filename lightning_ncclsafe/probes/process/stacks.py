@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
 from lightning_ncclsafe.code.libraries import (
@@ -113,7 +113,7 @@ def _uses_cuda() -> bool:
 def thread_stack(ident: int) -> tuple[Frame, ...]:
     """The Python stack of any thread of this process."""
     frame = sys._current_frames().get(ident)
-    inner = _frames((f.f_code.co_filename, line, f.f_code.co_name) for f, line in traceback.walk_stack(frame))
+    inner = _frames(itertools.starmap(place_in, traceback.walk_stack(frame)))
     deepest = tuple(replace(f, code=_line(f.file, f.line)) for f in inner[:1] if _is_read(f.file))
     return ((deepest or inner[:1]) + inner[1:])[::-1]
 
@@ -330,6 +330,20 @@ def _is_read(file: str) -> bool:
     return file in _read
 
 
+def place_in(frame: FrameType, line: int | None) -> tuple[str, int, str]:
+    """File, line and function of a frame.
+
+    Args:
+        frame: The frame.
+        line: Its line. Python may know none (None, or -1), as in code that its compiler adds.
+
+    Returns:
+        The line is the first of the function if its own is unknown.
+    """
+    code = frame.f_code
+    return code.co_filename, line if line is not None and line > 0 else code.co_firstlineno, code.co_name
+
+
 def seen_frame(file: str, line: int, function: str) -> Frame:
     """The frame at a place, with what the place implies: whether it is user code, and its mark."""
     return Frame(file=file, line=line, function=function, user=is_user_code(file), mark=mark_at(file, line, function))
@@ -356,7 +370,7 @@ def is_own_file(file: str) -> bool:
 
 
 def _traceback_frames(trace: TracebackType | None) -> tuple[Frame, ...]:
-    return _frames((f.f_code.co_filename, line, f.f_code.co_name) for f, line in traceback.walk_tb(trace))
+    return _frames(itertools.starmap(place_in, traceback.walk_tb(trace)))
 
 
 def _frames(places: Iterable[tuple[str, int, str]]) -> tuple[Frame, ...]:

@@ -24,6 +24,7 @@ from lightning_ncclsafe.facts import AwaitedThread, Frame, ThreadLockFacts
 from lightning_ncclsafe.probes.process.stacks import (
     is_user_code,
     main_thread_frames,
+    place_in,
     thread_stack,
     training_thread,
     with_source_in_time,
@@ -108,9 +109,10 @@ class _LockUse(NamedTuple):
 def awaited_thread_lock() -> ThreadLockFacts | None:
     """The lock that the main thread waits for; None if it waits for none, or nothing shows which thread holds it."""
     frame = next(main_thread_frames(), None)
-    if frame is None or not _TAKES_ONE.search(linecache.getline(frame.f_code.co_filename, frame.f_lineno)):
+    file, line, _ = place_in(frame, frame.f_lineno) if frame is not None else ("", 0, "")
+    if frame is None or not _TAKES_ONE.search(linecache.getline(file, line)):
         return None
-    uses = (use for use in _uses(frame.f_code.co_filename) if use.first <= frame.f_lineno <= use.last)
+    uses = (use for use in _uses(file) if use.first <= line <= use.last)
     found = ((use, lock) for use in uses if (lock := _named(use.lock, frame)) is not None and _is_held(lock))
     use, lock = next(found, (None, None))
     if use is None:
@@ -131,8 +133,8 @@ def _text(use: _LockUse, frame: FrameType) -> str:
     """The expression in the user's code; the caller's, if a class of threading acquires its own lock."""
     if frame.f_code.co_filename != threading.__file__ or frame.f_back is None:
         return ast.unparse(use.lock)
-    line = frame.f_back.f_lineno
-    uses = (one for one in _uses(frame.f_back.f_code.co_filename) if one.first <= line <= one.last)
+    file, line, _ = place_in(frame.f_back, frame.f_back.f_lineno)
+    uses = (one for one in _uses(file) if one.first <= line <= one.last)
     return next((ast.unparse(one.lock) for one in uses), ast.unparse(use.lock))
 
 

@@ -116,7 +116,7 @@ class BatchPasses:
         for frame, line in itertools.islice(traceback.walk_stack(sys._getframe(1)), _MOST_FRAMES):
             code = frame.f_code
             if is_user_code(code.co_filename):
-                found.append((code, line))
+                found.append((code, line or code.co_firstlineno))
             elif found or TRAINING_LOOPS.has(code.co_filename, code.co_name):
                 break
         return tuple(found[:_MOST_CALLERS])
