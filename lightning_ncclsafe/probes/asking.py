@@ -16,7 +16,7 @@ from lightning_ncclsafe.probes.rank_info import RankInfo
 _LOOKS_AFTERWARDS = 3
 # How often a peer is looked at until its main thread has run for long enough, or has slept all the time.
 _MOST_LOOKS = 3
-# Within how many seconds these looks have to be begun: the rank that gathers the facts waits for this one.
+# No look begins later than this: the rank that gathers the facts waits for this one.
 _LOOKS_S = 1.5
 # A thread that executes bytecode for so long has released the GIL at least twice, if others wait for it.
 _SWITCHES_S = 0.02
