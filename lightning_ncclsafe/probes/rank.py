@@ -229,7 +229,7 @@ class RankProbe:
             "storage": self._trainer.storage,
             "versions": build.versions,
             # On a starved host, reading the user's files takes longer than all the others.
-            "ended_at": self._trainer.ended_at,
+            "ended_at": lambda: self._trainer.ended_at(parts.get("trainer")),
             "validates_at": self._trainer.validates_at,
             "set_at": self._trainer.set_at,
             "timeouts_at": lambda: self._steps.timeouts_at() if self._steps else None,
