@@ -16,7 +16,7 @@ from lightning_ncclsafe.probes.rank_info import RankInfo
 _LOOKS_AFTERWARDS = 3
 # How often a peer is looked at until its main thread has run for long enough, or has slept all the time.
 _MOST_LOOKS = 3
-# Within how many seconds these looks have to be begun: the rank that gathers the facts waits for this one.
+# No look begins later than this: the rank that gathers the facts waits for this one.
 _LOOKS_S = 1.5
 # A thread that executes bytecode for so long has released the GIL at least twice, if others wait for it.
 _SWITCHES_S = 0.02
@@ -28,13 +28,15 @@ def ask(peer: RankInfo) -> tuple[tuple[Frame, ...], bool]:
     if armed is None:
         return (), False
     ends_s = time.monotonic() + _LOOKS_S
-    collects = garbage.collects_garbage(peer.pid)
+    collects, began = garbage.collects_garbage(peer.pid), look_at_main_thread(peer.pid)
     is_held, slept = _holds_gil(peer, ends_s)
     stack = traceback_signal.ask(peer.pid, armed)
     # The signal ends a sleep in native code. Where native code calls Python's handler, other threads have a turn.
     again = (_holds_gil(peer, ends_s)[0] for _ in range(_LOOKS_AFTERWARDS))
     is_held = is_held and bool(stack) and (slept or any(again))
-    if stack and collects and garbage.collects_garbage(peer.pid):
+    collects = collects and garbage.collects_garbage(peer.pid)
+    # A main thread that sleeps does not collect: another thread does, and the line has nothing to do with it.
+    if stack and collects and not (began.is_interruptible or look_at_main_thread(peer.pid).is_interruptible):
         stack = (*stack, Frame(file=COLLECTOR, line=0, function="collect"))
     return stack, is_held
 

@@ -237,7 +237,7 @@ class RankProbe:
             "versions": build.versions,
             "data_ends_at": self._trainer.data_ends_at,
             # On a starved host, reading the user's files takes longer than all the others.
-            "ended_at": self._trainer.ended_at,
+            "ended_at": lambda: self._trainer.ended_at(parts.get("trainer")),
             "validates_at": self._trainer.validates_at,
             "set_at": self._trainer.set_at,
             "timeouts_at": lambda: self._steps.timeouts_at() if self._steps else None,

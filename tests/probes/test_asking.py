@@ -58,16 +58,29 @@ def test_the_gil_is_held_if_the_guard_waits_for_it_in_vain(
     assert ask(peer) == ((), False), "the line is not known"
 
 
-@pytest.mark.parametrize(("looks", "is_collecting"), [((True, True), True), ((True, False), False), ((False,), False)])
+@pytest.mark.parametrize(
+    ("looks", "states", "is_collecting"),
+    [
+        pytest.param((True, True), ("running", "running"), True, id="collects"),
+        pytest.param((True, True), ("disk-sleep", "disk-sleep"), True, id="collects-what-is-swapped-out"),
+        pytest.param((True, True), ("sleeping", "sleeping"), False, id="another-thread-collects"),
+        pytest.param((True, True), ("sleeping", "running"), False, id="a-signal-has-ended-the-sleep"),
+        pytest.param((True, True), ("running", "sleeping"), False, id="waits-for-the-GIL-now"),
+        pytest.param((True, False), ("running", "running"), False, id="has-collected"),
+        pytest.param((False,), ("running", "running"), False, id="did-not-collect-before"),
+    ],
+)
 def test_a_peer_that_collects_garbage_has_the_collector_on_its_stack(
-    monkeypatch: pytest.MonkeyPatch, looks: tuple[bool, ...], is_collecting: bool
+    monkeypatch: pytest.MonkeyPatch, looks: tuple[bool, ...], states: tuple[str, ...], is_collecting: bool
 ) -> None:
     line = Frame(file="/home/me/train.py", line=9, function="training_step", user=True)
     answers = iter(looks)
     monkeypatch.setattr(garbage, "collects_garbage", lambda pid: next(answers))
+    seen = iter(ThreadLook(state=state) for state in states)
+    monkeypatch.setattr(asking, "look_at_main_thread", lambda pid: next(seen))
     monkeypatch.setattr(traceback_signal, "armed_in", lambda pid: ARMED)
     monkeypatch.setattr(traceback_signal, "ask", lambda pid, armed: (line,))
-    stack, _ = ask(RankInfo(rank=1, host="h", pid=77))
+    stack, _ = ask(RankInfo(rank=1, host="h", pid=77, has_guard=False))
     assert (stack[-1].file == COLLECTOR) is is_collecting
     assert stack[0] == line
 

@@ -13,7 +13,7 @@ from lightning_ncclsafe.probes.process.garbage import GarbageWatch, collects_gar
 
 @contextmanager
 def seen_while_collecting(pid: int) -> Iterator[dict[str, bool]]:
-    """Whether a process seems to collect garbage at the begin and at the end of this one's full collections."""
+    """Whether a process seems to collect garbage at the beginning and at the end of this one's full collections."""
     seen = {}
 
     def look(phase: str, info: dict[str, Any]) -> None:
@@ -84,6 +84,26 @@ def test_the_collections_of_a_fork_are_not_those_of_its_parent() -> None:
         os._exit(0 if seen == {"start": False, "stop": False} else 1)
     assert os.waitpid(fork, 0)[1] == 0
     watch.close()
+
+
+def test_a_collection_in_the_midst_of_which_it_is_closed_raises_nothing() -> None:
+    class ClosedMeanwhile(GarbageWatch):
+        """Closed by another thread as soon as what it shares is read."""
+
+        is_watched = False
+
+        def __getattribute__(self, name: str) -> Any:
+            value = super().__getattribute__(name)
+            if name == "_shared" and self.is_watched:
+                self.is_watched = False
+                self.close()
+            return value
+
+    watch = ClosedMeanwhile()
+    watch.start()
+    watch.is_watched = True
+    watch._notice("start", {"generation": 2})
+    assert watch._shared is None
 
 
 def test_a_descriptor_that_belongs_to_another_file_now_stays_open() -> None:

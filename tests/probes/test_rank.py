@@ -200,7 +200,7 @@ def test_a_slow_probe_that_computes_is_awaited(monkeypatch: pytest.MonkeyPatch) 
     ran_s = iter((0.02, 0.04))
     monkeypatch.setattr(rank, "SideThread", Late)
     monkeypatch.setattr(rank, "thread_ran_s", lambda thread_id: next(ran_s))
-    monkeypatch.setattr(rank.TrainerProbe, "facts", lambda _: until(lambda: len(deadlines) == 3))
+    monkeypatch.setattr(rank.TrainerProbe, "facts", lambda _: (until(lambda: len(deadlines) == 3), None)[1])
     made = RankProbe(rank=3, local_rank=1, tracker=ActionTracker(), trainer=TrainerProbe(SimpleNamespace()))
     with closing(made):
         facts = made.look(1.0)

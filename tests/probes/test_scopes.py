@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lightning_ncclsafe.probes.source.scopes import Scope, scope_of
+from lightning_ncclsafe.probes.source.scopes import Scope, scope_of, scopes_in
 
 
 @pytest.mark.parametrize("function", [None, len, time.sleep, pytest.fixture])
@@ -48,6 +48,19 @@ class Model:
             self.size = 4
 
         set_size()
+
+
+def test_a_class_may_change_while_its_files_are_read() -> None:
+    class Extended:
+        def one(self) -> None: ...
+
+        def two(self) -> None: ...
+
+    found = []
+    for scope in scopes_in([Extended()]):
+        setattr(Extended, f"added_{scope.name}", None)
+        found.append(scope.name)
+    assert found == ["one", "two"]
 
 
 def test_the_lines_that_set_an_attribute_are_found() -> None:

@@ -457,7 +457,7 @@ def test_the_reason_the_loop_ended_is_kept_after_the_trainer(
     assert facts.batches == options.get("limit_train_batches", BATCHES)
     places = [f"{__file__}:{line} in " for line in lines_of(*marks)]
     assert not facts.changed
-    assert sorted(place.rpartition(" ")[0] + " " for place in probe.ended_at()) == sorted(places)
+    assert sorted(place.rpartition(" ")[0] + " " for place in probe.ended_at(facts)) == sorted(places)
 
 
 class Stopping(Callback):
@@ -474,7 +474,21 @@ def test_a_line_that_callbacks_inherit_is_named_once(tmp_path: Path) -> None:
     probe = TrainerProbe(trainer)
     probe.started = True
     trainer.fit(Net(), *LOADERS["fit"])
-    assert probe.ended_at() == (f"{__file__}:{lines_of('stopped by each')[0]} in on_train_batch_end",)
+    told = probe.facts()
+    assert probe.ended_at(told) == (f"{__file__}:{lines_of('stopped by each')[0]} in on_train_batch_end",)
+
+
+def test_no_lines_are_given_for_another_end_than_was_told(tmp_path: Path) -> None:
+    """The source is searched last: the rank may have continued meanwhile."""
+    trainer = make_trainer(tmp_path, Stopping(), max_epochs=1)
+    probe = TrainerProbe(trainer)
+    probe.started = True
+    trainer.fit(Net(), *LOADERS["fit"])
+    told = probe.facts()
+    assert told is not None and told.end is LoopEnd.SHOULD_STOP
+    trainer.should_stop = False
+    assert probe.ended_at(told) == ()
+    assert probe.ended_at(None) == ()
 
 
 class Validating(Net):
@@ -489,7 +503,8 @@ class Validating(Net):
         self.trainer.val_check_batch = 2  # validates
 
     def on_validation_end(self) -> None:
-        self.seen.append((self.probe.facts(), self.probe.ended_at(), self.probe.validates_at()))
+        told = self.probe.facts()
+        self.seen.append((told, self.probe.ended_at(told), self.probe.validates_at()))
 
 
 def test_a_validation_in_mid_epoch_does_not_end_it(tmp_path: Path) -> None:
@@ -512,7 +527,7 @@ def test_a_changed_max_epochs_is_found(tmp_path: Path) -> None:
     facts = probe.facts()
     assert facts is not None and trainer.current_epoch == 1
     assert (facts.changed, facts.settings["max_epochs"]) == ({"max_epochs": "1"}, "6")
-    assert probe.ended_at() == (f"{__file__}:{lines_of('last epoch')[0]} in make_last",)
+    assert probe.ended_at(facts) == (f"{__file__}:{lines_of('last epoch')[0]} in make_last",)
 
 
 def test_a_manually_set_epoch_count_is_a_change(tmp_path: Path) -> None:
@@ -523,7 +538,7 @@ def test_a_manually_set_epoch_count_is_a_change(tmp_path: Path) -> None:
     facts = probe.facts()
     assert facts is not None and trainer.current_epoch == 6
     assert (facts.changed, facts.settings["first epoch"]) == ({"first epoch": "4"}, "0")
-    assert probe.ended_at() == (f"{__file__}:{lines_of('recounts')[0]} in on_train_start",)
+    assert probe.ended_at(facts) == (f"{__file__}:{lines_of('recounts')[0]} in on_train_start",)
 
 
 def test_no_setting_has_changed_in_epoch_end_hooks(tmp_path: Path) -> None:

@@ -86,9 +86,11 @@ class GarbageWatch:
             self._share(_RESTS)
 
     def _share(self, state: bytes) -> None:
+        shared = self._shared
         # A fork has the memory and the callback of its parent.
-        if self._shared is not None and os.getpid() == self._pid:
-            self._shared[:] = state
+        if shared is not None and os.getpid() == self._pid:
+            with suppress(ValueError):  # closed meanwhile, by another thread
+                shared[:] = state
 
 
 def collects_garbage(pid: int) -> bool:

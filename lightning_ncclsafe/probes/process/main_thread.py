@@ -17,7 +17,7 @@ _ASLEEP, _BLOCKED, _RUNNING = "sleeping", "disk-sleep", "running"
 _WAITS_S, _LOOKS, _LEAST_WOKEN, _MOST_RUN_S = 0.1, 5, 10, 0.00015
 # On a starved host it wakes up only a few times, and is looked at for several such periods.
 _MOST_PERIODS, _FEW_WOKEN = 4, 2
-# A thread that has run for longer than this meanwhile does more than to wait for the GIL.
+# A thread that has run for longer than this meanwhile does more than wait for the GIL.
 _WORKS_S = 0.005
 # psutil's names; psutil reads them for whole processes only, and more slowly.
 _STATES = {
@@ -176,7 +176,7 @@ def waits_for_gil(pid: int, threads: Iterable[int], proc: Path = _PROC) -> bool:
     return False
 
 
-class _Waiting(NamedTuple):
+class _GilLook(NamedTuple):
     """One look at a thread that may wait for the GIL; None where unknown."""
 
     ran_s: float | None
@@ -184,15 +184,15 @@ class _Waiting(NamedTuple):
     channel: str
 
 
-def _look_at(folders: Iterable[Path]) -> list[_Waiting]:
-    return [_Waiting(_turns_s(folder)[0], _woken(folder), wait_channel(folder)) for folder in folders]
+def _look_at(folders: Iterable[Path]) -> list[_GilLook]:
+    return [_GilLook(_turns_s(folder)[0], _woken(folder), wait_channel(folder)) for folder in folders]
 
 
-def _woken_between(before: _Waiting, now: _Waiting) -> int:
+def _woken_between(before: _GilLook, now: _GilLook) -> int:
     return now.woken - before.woken if now.woken is not None and before.woken is not None else 0
 
 
-def _is_of_gil(looks: Sequence[_Waiting]) -> bool:
+def _is_of_gil(looks: Sequence[_GilLook]) -> bool:
     before, now = looks[0], looks[-1]
     if before.ran_s is None or now.ran_s is None:
         return False

@@ -77,15 +77,6 @@ def control_flow(file: str) -> "ControlFlow":
     return ControlFlow("".join(linecache.getlines(file)))
 
 
-def rank_condition(file: str, line: int) -> str:
-    """The condition on the rank under which a line runs, e.g. ``"if trainer.is_global_zero:  (line 41)"``.
-
-    Finds an enclosing ``if`` whose test names the rank, and an earlier ``if not is_master(): return`` of the same
-    function. Empty where there is none or the source cannot be read.
-    """
-    return control_flow(file).around(line).rank_condition
-
-
 class ControlFlow:
     """How control flows in one source file.
 

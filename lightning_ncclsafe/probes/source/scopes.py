@@ -105,7 +105,11 @@ class Scope:
         return control_flow(self.file).around(line).branches if self.file else ()
 
     def rank_condition(self, line: int) -> str:
-        """The condition on the rank under which a line of it runs; empty if there is none."""
+        """The condition on the rank under which a line of it runs, e.g. ``"if trainer.is_global_zero:  (line 41)"``.
+
+        An enclosing ``if`` whose test names the rank, or an earlier ``if not is_master(): return``; empty if there is
+        none.
+        """
         return control_flow(self.file).around(line).rank_condition if self.file else ""
 
     def leads_around(self, line: int) -> tuple[str, ...]:
@@ -209,7 +213,8 @@ def scopes_in(owners: Iterable[Any]) -> Iterator[Scope]:
 
 def methods_in(kind: type) -> Iterator[Scope]:
     """The user's functions in a class, without those of its bases."""
-    scopes = (scope_of(member) for member in vars(kind).values() if inspect.isfunction(member))
+    members = [*vars(kind).values()]  # at once: the program may add to its class while files are read
+    scopes = (scope_of(member) for member in members if inspect.isfunction(member))
     return (scope for scope in scopes if scope.file)
 
 
