@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 from typing import IO, Generic, NamedTuple, TypeVar
 
 from lightning_ncclsafe.reading.values import MOST_RANKS
@@ -61,6 +62,7 @@ _PREFIXES = (
 )
 _MOST_PREFIXES = 6
 _MOST_PARTS = 64
+_MOST_OF_A_MESSAGE = 64
 # Ranks that share a stream write line ends separately, so the next rank's line may begin in the middle of a line.
 _NEXT = re.compile(
     r"(?<=.)(?=\[rank\d{1,6}\]:)|(?<=[^\s:])(?=\[[EF][ \d][^\]]{0,60}ProcessGroup)|(?<=[\w'])(?=terminate called)"
@@ -222,7 +224,7 @@ def message(kind: _Kind, word: str, pattern: str, words: str = "", code: int | N
 def found_in(text: str, messages: Iterable[Message[_Kind]]) -> Iterator[Found[_Kind]]:
     """The messages of a table that a line holds; one of several ranks may hold a message for each."""
     for one in messages:
-        for found in one.pattern.finditer(text) if one.word in text else ():
+        for found in islice(one.pattern.finditer(text), _MOST_OF_A_MESSAGE) if one.word in text else ():
             groups = {name: (said or "").strip() for name, said in found.groupdict().items()}
             yield Found(one, one.words.format(**groups), groups)
 

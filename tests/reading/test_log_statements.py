@@ -9,6 +9,7 @@ from made_logs import TRACEBACK, judged, prefixed, read, timeout
 
 from lightning_ncclsafe.facts.findings import Confidence
 from lightning_ncclsafe.reading.evidence import Artifacts
+from lightning_ncclsafe.reading.statements import Statements
 
 LIKELY, POSSIBLE = Confidence.LIKELY, Confidence.POSSIBLE
 ELASTIC = (
@@ -892,3 +893,9 @@ def test_a_log_cut_off_in_a_traceback_lowers_the_confidence() -> None:
 def test_the_prefix_of_a_rank_may_be_doubled_or_numbered(prefix: str) -> None:
     first = judged(prefixed(prefix, TRACEBACK)).findings[0]
     assert (first.rule, first.ranks) == ("failed-rank", (1,)) and "bad label" in first.summary
+
+
+def test_of_a_line_that_names_many_ranks_a_limited_number_is_read() -> None:
+    culprits = ", ".join(f"Culprit rank {rank}; Error type: SIZE_OR_SYNTAX_MISMATCH" for rank in range(200))
+    read_from = [(*said.ranks, said.detail) for said in Statements().read(culprits, None)]
+    assert read_from == [(rank, "Error type: SIZE_OR_SYNTAX_MISMATCH") for rank in range(64)]

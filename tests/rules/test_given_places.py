@@ -11,6 +11,7 @@ from judged import first
 from lightning_ncclsafe.facts import JobFacts, Limited, RankFacts, StepFacts, TimeoutLine, TrainerFacts
 from lightning_ncclsafe.facts.codec import decode, encode, from_plain, to_plain
 from lightning_ncclsafe.facts.findings import Confidence
+from lightning_ncclsafe.rules.judging import judge
 
 GIVEN, OTHER = f"{USER_FILE}:31 in main", f"{USER_FILE}:47 in make_trainer"
 CERTAIN, LIKELY, POSSIBLE = Confidence.CERTAIN, Confidence.LIKELY, Confidence.POSSIBLE
@@ -76,6 +77,7 @@ def _line(number: int, timeout_ms: int, limits: Limited = Limited.GROUP) -> Time
 
 STORE = "wait timeout after 4000ms, keys: /default_pg/0//vocabulary"
 FILE_STORE = "Timeout waiting for key: mapping after 4000 ms"
+NEW_GROUP = "wait timeout after 4000ms, keys: /default_pg/0//1//cpu//0/1"
 BARRIER = "[Rank 0]: Ranks 1 failed to pass monitoredBarrier in 4000 ms"
 USUAL = first(call_scenes.group_with_a_shorter_timeout(GLOO)).confidence
 
@@ -93,6 +95,8 @@ USUAL = first(call_scenes.group_with_a_shorter_timeout(GLOO)).confidence
         ((_line(5, 4000),), STORE, CALL),
         ((_line(5, 4000, Limited.STORE),), STORE, f"{USER_FILE}:5 in on_fit_start"),
         ((_line(5, 4000, Limited.STORE),), FILE_STORE, f"{USER_FILE}:5 in on_fit_start"),
+        ((_line(5, 4000),), NEW_GROUP, f"{USER_FILE}:5 in on_fit_start"),
+        ((_line(5, 4000, Limited.STORE),), NEW_GROUP, CALL),
         ((_line(5, 4000, Limited.STORE),), "", CALL),
         ((), "", CALL),
     ],
@@ -102,6 +106,21 @@ def test_the_only_line_that_sets_the_timeout(lines: tuple[TimeoutLine, ...], mes
     assert (finding.rule, finding.location, finding.confidence) == ("timeout-misuse", location, USUAL)
     sets = [one.text for one in finding.evidence if "sets a timeout" in one.text]
     assert len(sets) == (location != CALL)
+
+
+@pytest.mark.parametrize(("message", "is_store"), [(STORE, True), (FILE_STORE, True), (NEW_GROUP, False)])
+def test_the_store_is_named_only_if_the_timeout_is_its_own(message: str, is_store: bool) -> None:
+    assert ("the store has its own timeout" in first(_timed(message=message)).summary) is is_store
+
+
+@pytest.mark.parametrize("error", [STORE, FILE_STORE])
+def test_how_long_a_barrier_at_the_store_waits_each_time_is_no_timeout(error: str) -> None:
+    message = (
+        "Timed out initializing process group in store based barrier on rank 0, for key: store_based_barrier_key:1 "
+        f"(world_size=2, num_workers_joined=1, timeout=0:30:00 error={error})"
+    )
+    told = _timed(message=message)
+    assert all(finding.rule != "timeout-misuse" for finding in judge(told).findings)
 
 
 def _certain(*lines: TimeoutLine) -> JobFacts:

@@ -22,15 +22,20 @@ from lightning_ncclsafe.rules.kit import (
     while_others_wait,
 )
 
-# Messages of gloo, TCPStore, NCCL's watchdog, monitored_barrier and FileStore, in this order.
+# Messages of gloo, TCPStore, NCCL's watchdog, monitored_barrier and FileStore, in this order. TCPStore has two, as gloo
+# waits there for the members of a new group, with the group's timeout.
 _EXPIRED = re.compile(
-    r"Timed out waiting (\d+)\s?ms|[Ww]ait timeout after (\d+)\s?ms|Timeout\(ms\)=(\d+)|monitoredBarrier in (\d+)\s?ms"
+    r"Timed out waiting (\d+)\s?ms|[Ww]ait timeout after (\d+)\s?ms, keys: \S{0,200}?//cpu//"
+    r"|[Ww]ait timeout after (\d+)\s?ms|Timeout\(ms\)=(\d+)|monitoredBarrier in (\d+)\s?ms"
     r"|Timeout waiting for key: .{0,200}? after (\d+)\s?ms"
 )
+# A barrier that asks the store again and again and quotes the last answer, whose timeout nobody has set.
+_ASKS_AGAIN = "in store based barrier"
 # Variables that users set as timeouts and that nothing reads.
 _UNREAD = ("NCCL_TIMEOUT", "NCCL_TIMEOUT_MS", "NCCL_COMM_TIMEOUT", "TORCH_NCCL_TIMEOUT", "GLOO_TIMEOUT")
 # What the timeouts in these messages limit. A barrier without its own has that of its group.
 _LIMITED = (
+    (Limited.GROUP,),
     (Limited.GROUP,),
     (Limited.STORE,),
     (Limited.GROUP,),
@@ -100,7 +105,8 @@ def _usual_ms(view: Timeline) -> set[int]:
 
 def _expired(facts: RankFacts) -> _Timeout | None:
     """The timeout after which this rank's wait ended, by its exception; None if unknown."""
-    match = _EXPIRED.search(facts.exception.message) if facts.exception is not None else None
+    message = facts.exception.message if facts.exception is not None else ""
+    match = _EXPIRED.search(message) if _ASKS_AGAIN not in message else None
     numbers = match.groups() if match else ()
     found = (_Timeout(int(ms), limited) for ms, limited in zip(numbers, _LIMITED, strict=False) if ms)
     return next((timeout for timeout in found if timeout.ms), None)
