@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from lightning_ncclsafe.facts import Frame
 from lightning_ncclsafe.probes.process.stacks import main_thread_stack
-from lightning_ncclsafe.probes.source.control_flow import rank_condition
+from lightning_ncclsafe.probes.source.control_flow import control_flow
 from lightning_ncclsafe.probes.source.loops import loops_around
 from lightning_ncclsafe.rules.kit.landmarks import is_in_wait
 
@@ -148,8 +148,9 @@ def _common_loop(paths: Sequence[_Path]) -> _Common | None:
     if loop is None or not loop.is_conditional:
         return None
     # What single ranks do in the loop is lost at its head.
-    conditions = {rank_condition(place[0], place[2]) for path in paths for place in path[depth:]}
-    return _Common(depth, loop.first) if conditions <= {"", rank_condition(file, loop.first)} else None
+    at_head = control_flow(file).around(loop.first).rank_condition
+    conditions = {control_flow(place[0]).around(place[2]).rank_condition for path in paths for place in path[depth:]}
+    return _Common(depth, loop.first) if conditions <= {"", at_head} else None
 
 
 def _down_to(stack: tuple[Frame, ...], loop: _Common) -> tuple[Frame, ...]:
