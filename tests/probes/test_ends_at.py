@@ -121,6 +121,15 @@ class Delegating(Data):
                 yield row
 
 
+class Passing(Data):
+    def __iter__(self) -> Iterator[Any]:
+        yield from self._each(self.rows)
+
+    def _each(self, rows: list[Any]) -> Iterator[Any]:
+        rows = rows[self.rank :: 2]  # <- passing
+        yield from rows
+
+
 @pytest.mark.parametrize(
     ("kind", "mark", "function"),
     [
@@ -132,6 +141,7 @@ class Delegating(Data):
         (Ending, "ending", "__iter__"),
         (Shares, "shares", "__iter__"),
         (Delegating, "delegating", "_each"),
+        (Passing, "passing", "_each"),
     ],
 )
 def test_a_stream_ends_where_it_decides_what_it_yields(kind: Callable[..., Any], mark: str, function: str) -> None:
@@ -240,6 +250,19 @@ class Found(Data):
 
 def test_what_it_was_given_may_be_shared_out_in_its_init() -> None:
     assert told(DataLoader(Found([], 1))) == place("found", "__init__")
+
+
+class Rebound(Data):
+    def __init__(self, files: list[str], rank: int) -> None:
+        files = files[rank::2]  # <- rebound
+        self.files = files
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self.files
+
+
+def test_a_parameter_may_be_shared_out_before_it_is_kept() -> None:
+    assert told(DataLoader(Rebound([], 1))) == place("rebound", "__init__")
 
 
 class Chosen(Found):

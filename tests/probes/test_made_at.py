@@ -263,6 +263,33 @@ def test_names_of_functions_around_are_known() -> None:
     assert train() == place("around", "test_names_of_functions_around_are_known")
 
 
+class Methods:
+    def load(self) -> list[int]:
+        return random_split(FILES)
+
+    def kept(self) -> list[int]:
+        return random_split(FILES)
+
+
+def kept(rows: Any) -> list[int]:
+    return random_split(rows)  # <- kept
+
+
+def test_a_function_is_not_a_method_of_the_same_name() -> None:
+    rows = load("rows")  # <- no method
+    name = "test_a_function_is_not_a_method_of_the_same_name"
+    assert trainer().test(None, DataLoader(rows)) == place("no method", name)
+    assert trainer().test(None, DataLoader(kept(FILES))) == place("kept", "kept")
+
+
+def test_a_function_that_is_given_is_unknown() -> None:
+    def run(kept: Any) -> str:
+        rows = kept(FILES)  # <- given function
+        return str(trainer().test(None, DataLoader(rows)))
+
+    assert run(list) == place("given function", "run")
+
+
 def train_on(loaders: Any, *more: Any) -> tuple[str, str]:
     own = trainer().fit(None, loaders, of="train_dataloader")  # <- parameter
     return own, trainer().fit(*more, of="train_dataloader")

@@ -58,6 +58,21 @@ def test_short_ranks_have_to_have_the_same_line() -> None:
     assert found(two_short(LINE, "")).location == before
 
 
+@pytest.mark.parametrize("differs", [{"batch_size": 8}, {"drop_last": True}])
+def test_where_batches_have_different_sizes_the_data_does_not_decide(differs: dict[str, int]) -> None:
+    facts = short_of(scenes.short_rank_finished(GLOO), train=LINE)
+
+    def with_sizes(rank: RankFacts, **settings: int) -> RankFacts:
+        sized = {"batch_size": 4, "drop_last": False} | settings
+        return replace(rank, loaders=tuple(replace(one, **sized) for one in rank.loaders))
+
+    alike = replace(facts, ranks=tuple(map(with_sizes, facts.ranks)))
+    assert found(alike).location == LINE
+    ranks = tuple(with_sizes(one, **(differs if one.rank == 1 else {})) for one in facts.ranks)
+    different = judge(replace(facts, ranks=ranks)).findings
+    assert all(LINE not in (one.location, one.summary) for one in different)
+
+
 def test_of_ranks_that_something_else_has_stopped_no_line_is_told() -> None:
     facts = short_of(scenes.short_rank_finished(GLOO), train=LINE)
     even = replace(facts, ranks=tuple(replace(one, loaders=(LoaderFacts(batches=22),)) for one in facts.ranks))

@@ -189,7 +189,7 @@ def _handed_on(value: ast.expr | None, scope: Scope, line: int, names: int = _MO
     if is_of_self(value):
         return value.attr
     if isinstance(value, ast.Name):
-        return _handed_on_by_name(value.id, scope, line, names)
+        return _handed_on_by_name(value, scope, line, names)
     if isinstance(value, COMPREHENSIONS) and len(value.generators) == 1 and not value.generators[0].ifs:
         return _handed_on(value.generators[0].iter, scope, line, names)
     if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Mult) and _is_common(value.right):
@@ -208,8 +208,9 @@ def _handed_on_by_call(value: ast.Call, scope: Scope, line: int, names: int) -> 
     return "" if "" in handed or not handed else handed.pop() if len(handed) == 1 else _SEVERAL
 
 
-def _handed_on_by_name(name: str, scope: Scope, line: int, names: int) -> str:
-    if name in scope.parameters:
+def _handed_on_by_name(value: ast.Name, scope: Scope, line: int, names: int) -> str:
+    name = value.id
+    if scope.passes_on(value):
         return _PARAMETER if name != "self" else ""
     for loop in scope.each(ast.For):
         targets = {part.id for part in ast.walk(loop.target) if isinstance(part, ast.Name)}
@@ -261,4 +262,4 @@ def _is_about_rank(value: ast.expr) -> bool:
 def _is_parameter(made: Given) -> bool:
     """Whether it is what the object was given, as it is: a parameter, or several of them."""
     values = made.value.elts if isinstance(made.value, ast.Tuple) else [made.value]
-    return all(isinstance(one, ast.Name) and one.id in made.scope.parameters for one in values)
+    return all(one is not None and made.scope.passes_on(one) for one in values)

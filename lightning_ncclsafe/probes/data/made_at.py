@@ -18,7 +18,15 @@ from lightning_ncclsafe.code.libraries import TRAINER_CALL, TRAINER_RUN
 from lightning_ncclsafe.code.side_thread import SideThread
 from lightning_ncclsafe.probes.data.reading import plain_attribute
 from lightning_ncclsafe.probes.process.stacks import is_user_code
-from lightning_ncclsafe.probes.source.assignments import Given, attribute, methods_of, returned, statements, variable
+from lightning_ncclsafe.probes.source.assignments import (
+    Given,
+    assignments_of,
+    attribute,
+    methods_of,
+    returned,
+    statements,
+    variable,
+)
 from lightning_ncclsafe.probes.source.scopes import Scope, scope_of, scopes_of
 from lightning_ncclsafe.probes.source.syntax import first_line, is_of_self, last_line, name_of
 
@@ -175,9 +183,22 @@ def function_called(call: ast.Call, scope: Scope, owner: type | None) -> Scope |
     """The function that a call in this scope calls: a method, or one of the same file; None if that is not known."""
     if is_of_self(call.func):
         return methods_of(owner).get(call.func.attr)
-    name = call.func.id if isinstance(call.func, ast.Name) else ""
-    found = [one for one in scopes_of(scope.file) if one.is_function and one.name == name] if scope.file else []
-    return found[0] if len(found) == 1 and found[0].outer is not None else None
+    return _function_named(call.func.id, scope) if isinstance(call.func, ast.Name) and scope.file else None
+
+
+def _function_named(name: str, scope: Scope) -> Scope | None:
+    """The only function that a name may mean in this scope: one in it or around it, and nothing imported or given."""
+    around: Scope | None = scope
+    while around is not None:
+        given = [*assignments_of(name, around)]
+        if given or name in (*around.parameters, *around.collected):
+            outer = around
+            known = (one for one in scopes_of(scope.file) if one.name == name and one.outer == outer)
+            # Not a method of this name.
+            found = [one for one in known if any(one.line <= first.line <= one.body[0].lineno for first in given)]
+            return found[0] if len(given) == len(found) == 1 else None
+        around = around.outer
+    return None
 
 
 def _making(value: ast.expr | None) -> Iterator[ast.Call]:

@@ -48,13 +48,13 @@ def breakpoint_before(stack: Sequence[Frame]) -> Frame | None:
 
 
 def _line_before(scope: Scope, line: int, known: Mapping[str, Any]) -> int:
-    """The line of the call; 0 if there is none."""
+    """The line of the call; 0 if there is none, or if it is not known which."""
     lines = []
     for statement, following in _followed(scope.body):
         if any(_is_at(one, line) for one in (statement, *following)):
             lines += [node.lineno for node in _inside(statement) if _enters_debugger(node, scope.file, known)]
-    # The last one before the line. The head of a loop may follow one at the end of its body.
-    return max((one for one in lines if one <= line), default=max(lines, default=0))
+    # Of several, as in two branches, any may have been called.
+    return lines[0] if len({*lines}) == 1 else 0
 
 
 def _followed(block: _Statements, after: _Statements = ()) -> Iterator[tuple[ast.stmt, _Statements]]:

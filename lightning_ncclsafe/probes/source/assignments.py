@@ -40,8 +40,7 @@ def variable(name: str, made: Given) -> Given | None:
     before: float = made.line
     scope: Scope | None = made.scope
     while scope is not None:
-        given = assignments(scope, partial(_is_variable, name=name))
-        found = [one for one in given if one.line < before]
+        found = [one for one in assignments_of(name, scope) if one.line < before]
         if found or name in (*scope.parameters, *scope.collected):
             return _last(found)
         scope, before = scope.outer, float("inf")
@@ -105,6 +104,11 @@ def assignments(scope: Scope, is_it: Callable[[ast.AST | None], bool]) -> Iterat
             yield Given(value, scope, statement.lineno, is_part, is_conditional)
         elif any(map(is_it, _bound(statement))):
             yield Given(None, scope, statement.lineno)
+
+
+def assignments_of(name: str, scope: Scope) -> Iterator[Given]:
+    """What a function gives to a variable, in the order of its lines."""
+    return assignments(scope, partial(_is_variable, name=name))
 
 
 def _bound(statement: ast.stmt) -> Iterator[ast.AST]:

@@ -114,11 +114,20 @@ def _finding(view: Timeline, short: tuple[int, ...]) -> Finding:
 
 def _ends_at(view: Timeline, short: tuple[int, ...], others: tuple[int, ...]) -> str:
     """The line that decides how much data the short ranks have for what the others are in; empty if unknown."""
+    if _batches_differ(view):
+        return ""
     phases = {view.facts[rank].progress.phase for rank in others}
     if had_fewer_batches(view, short):
         phases = {Phase.TRAIN}
     lines = {view.facts[rank].data_ends_at.get(phase.value, "") for rank in short for phase in phases}
     return lines.pop() if len(lines) == 1 else ""
+
+
+def _batches_differ(view: Timeline) -> bool:
+    """Whether the training loaders of ranks make batches of different sizes: then their data may be equally long."""
+    training = [facts.loaders for facts in view.facts.values() if facts.progress.phase in _TRAINING]
+    sizes = {(one.batch_size, one.drop_last) for loaders in training for one in loaders[:1] if one.batch_size}
+    return len(sizes) > 1
 
 
 def _line_evidence(place: str) -> Iterator[Evidence]:
