@@ -235,8 +235,8 @@ class RankProbe:
             "workers": self._workers,
             "storage": self._trainer.storage,
             "versions": build.versions,
-            "data_ends_at": self._trainer.data_ends_at,
             # On a starved host, reading the user's files takes longer than all the others.
+            "data_ends_at": self._trainer.data_ends_at,
             "ended_at": lambda: self._trainer.ended_at(parts.get("trainer")),
             "validates_at": self._trainer.validates_at,
             "set_at": self._trainer.set_at,
