@@ -147,6 +147,8 @@ class LoaderCollector:
         self._tuner = tuner
         self._on_stage = on_stage
         self._stage: Stage | None = None
+        self._stages: dict[str, Stage] = {}
+        """Those whose loaders are iterated for them, by name."""
         self._methods: list[WrappedMethod] = []
         self._replaced: list[tuple[str, ReplacedIteration]] = []
         """With their stages."""
@@ -170,6 +172,7 @@ class LoaderCollector:
             self._methods.pop().remove()
         while self._replaced:
             self._replaced.pop()[1].restore()
+        self._stages.clear()
         for looks_ahead in [*self._votes]:
             self._close_votes(looks_ahead)
         # The user's own loaders, where a proxy has taken their place.
@@ -252,7 +255,8 @@ class LoaderCollector:
             if not end.votes and not end.changes_nothing:
                 agreed[index] = end, _counting(agreement, end, facts, data)
             elif end.votes and end.looks_ahead in self._votes:
-                ends_at = cache(partial(_ends_at, stage, index))
+                self._stages[stage.name] = stage
+                ends_at = cache(partial(self._ends_at, stage.name, index))
                 most = stage.most_batches(self._trainer)
                 agreed[index] = end, self._voting(agreement, end, facts, data, most, ends_at)
         return agreed
@@ -315,10 +319,16 @@ class LoaderCollector:
     def _release(self, *, stage: str = "", loader: Any = None) -> None:
         """Restores the loaders that a stage had before, or one loader."""
         # In reverse order: a loader may be in a stage twice.
+        self._stages.pop(stage, None)
         for name, replaced in [*reversed(self._replaced)]:
             if name == stage or replaced.loader is loader:
                 self._replaced.remove((name, replaced))
                 replaced.restore()
+
+    def _ends_at(self, name: str, index: int) -> str:
+        # By name: what iterates a loader outlives it until the garbage is collected, and would keep its workers.
+        stage = self._stages.get(name)
+        return data_ends_at(stage.loaders[index], stage.source, name, sys._getframe()) if stage is not None else ""
 
     def _voting(
         self,
@@ -340,7 +350,8 @@ class LoaderCollector:
             return agreement.uneven(data, facts, readings, ends_at())
 
         def place() -> int:
-            return zlib.crc32(ends_at().encode())
+            # A path need not be text.
+            return zlib.crc32(ends_at().encode(errors="backslashreplace"))
 
         def iterate(begin: Begin) -> Any:
             compare = first.pop() if first else None
@@ -357,10 +368,6 @@ class LoaderCollector:
             )
 
         return iterate
-
-
-def _ends_at(stage: Stage, index: int) -> str:
-    return data_ends_at(stage.loaders[index], stage.source, stage.name, sys._getframe())
 
 
 def _counting(agreement: Agreement, end: EpochEnd, facts: LoaderFacts, data: DataFacts) -> Iterate:

@@ -236,11 +236,11 @@ class RankProbe:
             "storage": self._trainer.storage,
             "versions": build.versions,
             # On a starved host, reading the user's files takes longer than all the others.
-            "data_ends_at": self._trainer.data_ends_at,
             "ended_at": lambda: self._trainer.ended_at(parts.get("trainer")),
             "validates_at": self._trainer.validates_at,
             "set_at": self._trainer.set_at,
             "timeouts_at": lambda: self._steps.timeouts_at() if self._steps else None,
+            "data_ends_at": self._trainer.data_ends_at,
         }
         # Not among the slow probes: a starved rank would miss the deadline, and this shows that it is starved.
         machine = _try(lambda: self._machine.read(idle_s), facts.machine, "machine", missing)

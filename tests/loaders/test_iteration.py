@@ -1,8 +1,10 @@
 """A loader whose iteration is replaced stays what it is."""
 
 import copy
+import gc
 import pickle
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +14,8 @@ from lightning.pytorch.loops.fetchers import _DataFetcher, _PrefetchDataFetcher
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils.data import DataLoader
 
-from lightning_ncclsafe.loaders import iteration
+from lightning_ncclsafe.facts import DataFacts, EpochEnd, LoaderFacts
+from lightning_ncclsafe.loaders import collecting, iteration
 from lightning_ncclsafe.loaders.collecting import LoaderCollector
 from lightning_ncclsafe.loaders.iteration import Begin, ReplacedIteration, replaceable
 from lightning_ncclsafe.probes.trainer.actions import ActionTracker
@@ -247,3 +250,71 @@ def test_a_loader_that_is_in_a_stage_twice_is_restored(by: str) -> None:
     else:
         collector.prepared(own)
     assert type(own) is OwnLoader
+
+
+class Votes:
+    """Those of a rank whose data goes on while another's has ended."""
+
+    def start(self, flags: int) -> Any:
+        return lambda: flags | 1
+
+    def gather(self, *values: int) -> list[list[int]]:
+        return [[*values]]
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def voting(monkeypatch: pytest.MonkeyPatch) -> Callable[[], tuple[LoaderCollector, Any]]:
+    """Makes a loader on whose batches ranks vote, and what has collected it."""
+
+    class Source:
+        name, instance = "train_dataloader", None
+
+        def dataloader(self) -> Any:
+            return DataLoader([1, 2])  # type: ignore[arg-type]
+
+    data = DataFacts(stage="train_dataloader", loaders=(LoaderFacts(),))
+    monkeypatch.setattr(collecting.Stage, "facts", lambda *_: data)
+    monkeypatch.setattr(collecting.process_groups, "VoteGroup", lambda *_, **__: Votes())
+    agreement = SimpleNamespace(
+        compare=lambda *_: (EpochEnd(votes=True),),
+        all_can=lambda can: can,
+        first_batches=lambda *_: None,
+        uneven=lambda *_: ValueError(),
+    )
+    loop = SimpleNamespace(_data_source=Source(), _combined_loader=None)
+    fit = SimpleNamespace(epoch_loop=SimpleNamespace(val_loop=loop), **vars(loop))
+    collector = LoaderCollector(
+        trainer=SimpleNamespace(fit_loop=fit, validate_loop=loop, test_loop=loop, predict_loop=loop),
+        strategy=SimpleNamespace(world_size=1),
+        agreement=agreement,  # type: ignore[arg-type]
+        settings=AgreementSettings(on_uneven="stop_together"),
+        combined=CombinedLoader,
+        tracker=ActionTracker(),
+        timeout_s=1.0,
+    )
+    collector.attach()
+    return lambda: (collector, collector.prepared(loop._data_source.dataloader()))
+
+
+def test_a_loader_is_not_kept_by_what_has_iterated_it(voting: Callable[[], tuple[LoaderCollector, Any]]) -> None:
+    """Its workers end with it, and not whenever the garbage is collected."""
+    collector, own = voting()
+    kept = weakref.ref(own)
+    gc.disable()
+    try:
+        collector.detach()
+        del own
+        assert kept() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.usefixtures("asked_by_a_loop")
+def test_an_uneven_end_is_told_where_a_path_is_no_text(
+    voting: Callable[[], tuple[LoaderCollector, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(collecting, "data_ends_at", lambda *_: "/home/m\udce9/train.py:8 in __iter__")
+    assert [*voting()[1]] == []

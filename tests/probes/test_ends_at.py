@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from polling import until
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, SubsetRandomSampler
 
 from lightning_ncclsafe.probes.data import ends_at
 from lightning_ncclsafe.probes.data.ends_at import data_ends_at
@@ -305,6 +305,12 @@ class Buckets(Sampler[list[int]]):
 def test_a_sampler_of_the_users_own_decides() -> None:
     assert told(DataLoader(Numbers(), batch_sampler=Buckets(1))) == place("buckets")
     assert told(DataLoader(Numbers(), sampler=Buckets(1))) == place("buckets")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("sampler", [SubsetRandomSampler([1, 2]), range(1, 3)])
+def test_indices_that_a_loader_was_given_decide_and_not_its_data(sampler: Any) -> None:
+    data = Numbers()
+    assert told(DataLoader(data, sampler=sampler)) == ""
 
 
 def test_the_iteration_of_what_is_read_by_index_is_not_asked() -> None:

@@ -59,7 +59,7 @@ BEFORE_HOST_FACTS = [
 ]
 AFTER_HOST_FACTS = [
     *("file_lock", "held_locks", "awaited_file", "awaited_processes", "workers", "storage", "versions"),
-    *("data_ends_at", "ended_at", "validates_at", "set_at", "timeouts_at"),
+    *("ended_at", "validates_at", "set_at", "timeouts_at", "data_ends_at"),
 ]
 
 

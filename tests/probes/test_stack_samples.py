@@ -175,6 +175,8 @@ def test_one_of_two_lines_may_take_longer(looped: Looped) -> None:
         # One line, with what it calls, takes longest.
         [*[4] * 9, 5],
         [*["4 means:36"] * 18, 5, 6],
+        # It went round, and waits at one line since.
+        [*[3, 4, 5] * 3, *[6] * 13],
         # The call of one pass has not returned.
         ["4 means:36", "4 means:37"],
         # No loop is around all lines, or one that does not say when it ends.

@@ -22,7 +22,7 @@ from lightning_ncclsafe.facts import Frame
 from lightning_ncclsafe.probes.process import stacks
 from lightning_ncclsafe.probes.process.caught import CaughtExceptions
 from lightning_ncclsafe.probes.process.main_thread import look_at_main_thread
-from lightning_ncclsafe.probes.source.control_flow import rank_condition
+from lightning_ncclsafe.probes.source.control_flow import control_flow
 
 SOURCE = """\
 import torch.distributed as dist
@@ -72,7 +72,7 @@ def source(tmp_path: Path) -> str:
     ],
 )
 def test_the_rank_condition_around_a_line_is_found(source: str, line: int, condition: str) -> None:
-    assert rank_condition(source, line) == condition
+    assert control_flow(source).around(line).rank_condition == condition
 
 
 CAUGHT = """\
@@ -152,8 +152,8 @@ def test_the_exception_handler_around_a_line_is_found(tmp_path: Path, line: int,
 def test_unreadable_or_invalid_source_has_no_condition(tmp_path: Path) -> None:
     broken = tmp_path / "broken.py"
     broken.write_text("if rank == 0\n    work()\n")
-    assert rank_condition(str(broken), 2) == ""
-    assert rank_condition(str(tmp_path / "absent.py"), 2) == ""
+    assert control_flow(str(broken)).around(2).rank_condition == ""
+    assert control_flow(str(tmp_path / "absent.py")).around(2).rank_condition == ""
 
 
 def test_only_user_files_are_user_code() -> None:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from lightning_ncclsafe.code.side_thread import SideThread
 from lightning_ncclsafe.facts import Branch, Decides
 from lightning_ncclsafe.probes.data.made_at import chooses, function_called, made_at_by, place_of
-from lightning_ncclsafe.probes.data.reading import is_iterable, plain_attribute
+from lightning_ncclsafe.probes.data.reading import is_indices, is_iterable, plain_attribute
 from lightning_ncclsafe.probes.process.stacks import is_own_file
 from lightning_ncclsafe.probes.source.assignments import Given, only_assignment, variable
 from lightning_ncclsafe.probes.source.rank_names import RANK_WORDS
@@ -38,7 +38,7 @@ _YIELDS = (ast.Yield, ast.YieldFrom)
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
 
 
-class _Ends(NamedTuple):
+class _DataEnd(NamedTuple):
     """What decides how much a function yields; nothing of that if several lines do, or it is not known.
 
     Attributes:
@@ -50,7 +50,7 @@ class _Ends(NamedTuple):
     given: str = ""
 
 
-_UNKNOWN = _Ends()
+_UNKNOWN = _DataEnd()
 
 
 def data_ends_at(loader: Any, given: Any, hook: str, frame: FrameType | None) -> str:
@@ -72,8 +72,10 @@ def data_ends_at(loader: Any, given: Any, hook: str, frame: FrameType | None) ->
 def _ends_at(loader: Any, given: Any, hook: str, frame: FrameType | None) -> str:
     loader = plain_attribute(loader, "wrapped_loader") or loader
     for one in _iterated(loader):
+        if one is not loader and is_indices(one):
+            return ""  # they decide, wherever they are made
         scope, owner = _iter_of(one), type(one)
-        found = _of_function(scope, owner, _MOST_CALLS) if scope.file else _Ends(given=_BASE)
+        found = _of_function(scope, owner, _MOST_CALLS) if scope.file else _DataEnd(given=_BASE)
         if found.given != _BASE:
             made = only_assignment(found.given, owner) if found.given else None
             if made is None or not _is_parameter(made):
@@ -104,7 +106,7 @@ def _is_ours(function: Any) -> bool:
     return is_own_file(getattr(getattr(function, "__code__", None), "co_filename", ""))
 
 
-def _of_function(scope: Scope, owner: type, calls: int) -> _Ends:
+def _of_function(scope: Scope, owner: type, calls: int) -> _DataEnd:
     """What decides how much a generator function yields, or a function returns to be iterated."""
     yields = [node for node in scope.nodes if isinstance(node, _YIELDS)]
     if not yields:
@@ -116,7 +118,7 @@ def _of_function(scope: Scope, owner: type, calls: int) -> _Ends:
     return found.pop() if len(found) == 1 else _UNKNOWN
 
 
-def _of_yield(node: ast.Yield | ast.YieldFrom, scope: Scope, owner: type, calls: int) -> _Ends | None:
+def _of_yield(node: ast.Yield | ast.YieldFrom, scope: Scope, owner: type, calls: int) -> _DataEnd | None:
     """What decides how often it yields; None if it does once at most, or equally often on all ranks."""
     loop, outer, inner = _around(node, scope)
     conditions = outer
@@ -128,7 +130,7 @@ def _of_yield(node: ast.Yield | ast.YieldFrom, scope: Scope, owner: type, calls:
     elif loop is None:
         return None
     elif isinstance(loop, ast.While):
-        found = _Ends(scope.place(loop.lineno))
+        found = _DataEnd(scope.place(loop.lineno))
     else:
         found = _of_items(loop.iter, loop.lineno, scope, owner, calls)
     if not conditions:
@@ -137,9 +139,9 @@ def _of_yield(node: ast.Yield | ast.YieldFrom, scope: Scope, owner: type, calls:
     return _only_line(conditions, scope) if found.given else _UNKNOWN
 
 
-def _only_line(branches: list[Branch], scope: Scope) -> _Ends:
+def _only_line(branches: list[Branch], scope: Scope) -> _DataEnd:
     lines = {branch.line for branch in branches}
-    return _Ends(scope.place(lines.pop())) if len(lines) == 1 else _UNKNOWN
+    return _DataEnd(scope.place(lines.pop())) if len(lines) == 1 else _UNKNOWN
 
 
 def _around(node: ast.AST, scope: Scope) -> tuple[_Loop | None, list[Branch], list[Branch]]:
@@ -161,14 +163,14 @@ def _looped_over(loop: _Loop) -> ast.expr:
     return loop.test if isinstance(loop, ast.While) else loop.iter
 
 
-def _of_items(items: ast.expr | None, line: int, scope: Scope, owner: type, calls: int) -> _Ends:
+def _of_items(items: ast.expr | None, line: int, scope: Scope, owner: type, calls: int) -> _DataEnd:
     """What decides how many items there are in an expression at a line."""
     here, value = line, items
     for _ in range(_MOST_NAMES):
         called = function_called(value, scope, owner) if isinstance(value, ast.Call) and calls else None
         if called is not None and any(isinstance(node, _YIELDS) for node in called.nodes):
             found = _of_function(called, owner, calls - 1)
-            return found if found.given != _PARAMETER else _Ends(given=_handed_on(value, scope, here))
+            return found if found.given != _PARAMETER else _DataEnd(given=_handed_on(value, scope, here))
         if isinstance(value, ast.Call) and name_of(value.func) == "iter" and value.args:
             value = value.args[0]
         elif isinstance(value, ast.Name) and not _handed_on(value, scope, here):
@@ -179,7 +181,7 @@ def _of_items(items: ast.expr | None, line: int, scope: Scope, owner: type, call
         else:
             break
     attribute = _handed_on(value, scope, here)
-    return _Ends(given=attribute) if attribute else _Ends(scope.place(here))
+    return _DataEnd(given=attribute) if attribute else _DataEnd(scope.place(here))
 
 
 def _handed_on(value: ast.expr | None, scope: Scope, line: int, names: int = _MOST_NAMES) -> str:

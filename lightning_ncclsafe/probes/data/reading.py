@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from itertools import groupby
 from typing import Any, TypeVar
 
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, SubsetRandomSampler, WeightedRandomSampler
 
 from lightning_ncclsafe.probes.process.stacks import is_user_code
 
@@ -146,6 +146,11 @@ def nested_names(datasets: list[Any]) -> tuple[str, ...]:
 def is_iterable(dataset: Any) -> bool:
     """Whether a dataset can only be iterated."""
     return isinstance(dataset, IterableDataset) or hugging_face(dataset) == "IterableDataset"
+
+
+def is_indices(sampler: Any) -> bool:
+    """Whether a sampler consists of the indices that it was given."""
+    return isinstance(sampler, (list, tuple, range, SubsetRandomSampler, WeightedRandomSampler))
 
 
 def hugging_face(dataset: Any) -> str:

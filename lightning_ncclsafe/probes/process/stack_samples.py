@@ -24,6 +24,8 @@ _LATEST = 40
 # The watchdog takes four samples a second, which may be too few when ranks look.
 _MORE, _PAUSE_S, _MORE_S = 16, 0.003, 0.1
 _FEWEST = 6
+# Those of 3 s: a thread that was at one place in all of them, and in all further ones, waits there now.
+_STAYS = 12
 # A sleep, or a call that takes long, has nearly all samples; of the two lines of a short loop, one has up to 70%.
 _DOMINATES = 0.9
 
@@ -94,7 +96,8 @@ class StackSamples:
         """The stack down to the head of the ``while`` loop in which the thread goes round; else the same stack.
 
         The samples agree in all lines outside of that loop, have been seen to go back in it, and no line of it, with
-        what it calls, has nearly all of them: such a line, as that of a sleep, says more than the head.
+        what it calls, has nearly all of them, or all of the last seconds: such a line, as that of a sleep or of a wait
+        that does not end, says more than the head.
 
         It takes more samples, for up to 0.1 s, and reads source files, so it is not for the training's thread.
 
@@ -107,17 +110,20 @@ class StackSamples:
             return stack
         seen = [*latest]
         ends_s = time.monotonic() + _MORE_S
+        stays = _STAYS
         for _ in range(_MORE):
             if time.monotonic() < ends_s:
                 time.sleep(_PAUSE_S)
                 seen.append(main_thread_stack())
+                stays += 1
         paths = [*map(_path, seen)]
         loop = _common_loop([*paths, _path(stack)])
         if loop is None or len(paths) < _FEWEST or position() != since or any(map(is_in_wait, seen)):
             return stack
         goes_back = any(next_[loop.depth][2] < path[loop.depth][2] for path, next_ in pairwise(paths))
         most = Counter(paths).most_common(1)[0][1]
-        return _down_to(stack, loop) if goes_back and most < _DOMINATES * len(paths) else stack
+        goes_on = len({*paths[-stays:]}) > 1
+        return _down_to(stack, loop) if goes_back and goes_on and most < _DOMINATES * len(paths) else stack
 
 
 def outside_common_loop(stacks: Sequence[tuple[Frame, ...]]) -> tuple[Frame, ...]:
