@@ -825,6 +825,34 @@ def test_the_line_of_a_caught_save_is_in_the_try_that_has_caught_it() -> None:
         assert ("caught by `except OSError as error:` (line 119) around" in one.summary) is (line == 117)
 
 
+@pytest.mark.parametrize(
+    ("line", "test", "until", "is_it"),
+    [
+        (119, "except OSError as error:", 117, True),
+        (119, "except (ValueError, IOError):", 117, True),
+        (119, "except Exception as ValueError:", 117, True),
+        (119, "except StorageError:", 117, True),
+        (119, "except (ValueError, errors.Storage):", 117, True),
+        (119, "except:", 117, True),
+        (116, "with contextlib.suppress(OSError):", 117, True),
+        (116, "with contextlib.suppress(KeyError):", 117, False),
+        (119, "except ValueError:", 117, False),
+        # The line is in the handler itself, as is a save for emergencies; or in the `else` block.
+        (116, "except OSError:", 118, False),
+        (115, "except OSError:", 113, False),
+    ],
+)
+def test_a_handler_of_other_exceptions_has_not_caught_a_save(line: int, test: str, until: int, is_it: bool) -> None:
+    scene = scenes.save_failed_and_was_caught(GLOO)
+    first, *others = scene.ranks
+    assert first.failed_save is not None
+    run, hook, *inside = first.failed_save.stack
+    branch = Branch(line=line, test=f"{test}  (line {line})", on=Decides.EXCEPTION, until=until)
+    failed = replace(first.failed_save, stack=(run, replace(hook, branches=(branch,)), *inside))
+    one = found(replace(scene, ranks=(replace(first, failed_save=failed), *others)))["checkpoint-skipped-barrier"]
+    assert (f"caught by `{test}` (line {line}) around" in one.summary) is is_it
+
+
 def on_two(facts: RankFacts, *, on_gloo: RankFacts) -> RankFacts:
     """The same rank, whose default group has gloo beside NCCL, and has called there what another builder says."""
     groups = (replace(group, name="0:gloo", description="default_pg:gloo") for group in on_gloo.groups)

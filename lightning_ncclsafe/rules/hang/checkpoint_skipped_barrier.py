@@ -1,10 +1,12 @@
 """The cause checkpoint-skipped-barrier: a rank's save failed and was caught, and the others wait in the save."""
 
+import builtins
+import re
 from collections.abc import Iterator
 from itertools import takewhile
 
 from lightning_ncclsafe.code.libraries import SAVE_CHECKPOINT
-from lightning_ncclsafe.facts import Decides, Frame, RankFacts
+from lightning_ncclsafe.facts import Branch, Decides, ExceptionFacts, Frame, RankFacts
 from lightning_ncclsafe.rules.kit import (
     Confidence,
     Evidence,
@@ -30,6 +32,9 @@ from lightning_ncclsafe.rules.kit import (
 
 _SAVES = ("save_checkpoint", "barrier:Trainer.save_checkpoint")
 _LISTED = 8
+_SUPPRESSES = ("with", "async with")
+# Names in the clause of a handler.
+_TYPES = re.compile(r"\b(?!(?:except|with|async|suppress|contextlib|line)\b)[A-Za-z_]\w*")
 _REMEDY = (
     "{advice}. If training should continue after a failed save, catch the exception around the writing alone (in your "
     "own CheckpointIO), so that this rank still reaches the barrier; otherwise raise it."
@@ -72,7 +77,7 @@ def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
     facts = view.facts[ranks[0]]
     failed = facts.failed_save
     assert failed is not None
-    raised_at, (caught_at, handler) = deepest_user_frame(failed.stack), _caught_at(failed.stack)
+    raised_at, (caught_at, handler) = deepest_user_frame(failed.stack), _caught_at(failed)
     by = f" by {condition_words(handler)} around {short_location(caught_at)}" if caught_at else ""
     text = (
         f"saving a checkpoint on {ranks_words(ranks)} raised {error_words(failed)}{at_words(raised_at)}; "
@@ -91,15 +96,33 @@ def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
     )
 
 
-def _caught_at(stack: tuple[Frame, ...]) -> tuple[Frame | None, str]:
-    """The user's line that called for the save within a ``try`` that catches exceptions, and its handler, if known."""
+def _caught_at(failed: ExceptionFacts) -> tuple[Frame | None, str]:
+    """The user's line that called for the save within a ``try`` that catches this, and its handler, if known."""
+    stack = failed.stack
     calls = tuple(takewhile(lambda frame: not SAVE_CHECKPOINT.has(frame.file, frame.function), stack))
     if len(calls) < len(stack):  # what is inside the save has not caught it
         for frame in reversed(calls):
             for branch in reversed(frame.branches):
-                if branch.on is Decides.EXCEPTION and not branch.jump:
+                if _is_tried(frame.line, branch) and _may_catch(branch.test, failed.type):
                     return frame, branch.test
     return None, ""
+
+
+def _is_tried(line: int, branch: Branch) -> bool:
+    """Whether an exception at a line is handled there: it is not in an ``else`` block, nor in the handler itself."""
+    is_head = branch.test.startswith(_SUPPRESSES)
+    is_inside = line <= branch.until and (is_head or branch.until < branch.line)
+    return branch.on is Decides.EXCEPTION and not branch.jump and is_inside
+
+
+def _may_catch(handler: str, raised: str) -> bool:
+    """Whether a clause may handle an exception of this type: unknown types may derive from any other."""
+    error = getattr(builtins, raised, None)
+    types = [getattr(builtins, name, None) for name in _TYPES.findall(handler.partition(" as ")[0])]
+    named = [one for one in types if isinstance(one, type) and issubclass(one, BaseException)]
+    if not isinstance(error, type) or not named or len(named) < len(types):
+        return True
+    return issubclass(error, tuple(named))
 
 
 def _evidence(view: Timeline, ranks: tuple[int, ...]) -> Iterator[Evidence]:
