@@ -6,8 +6,8 @@ import os
 import pytest
 
 from lightning_ncclsafe.facts import COLLECTOR, Frame
-from lightning_ncclsafe.probes import asking
-from lightning_ncclsafe.probes.asking import ask
+from lightning_ncclsafe.probes import peers
+from lightning_ncclsafe.probes.peers import ask
 from lightning_ncclsafe.probes.process import garbage, traceback_signal
 from lightning_ncclsafe.probes.process.main_thread import ThreadLook
 from lightning_ncclsafe.probes.process.traceback_signal import Armed
@@ -20,15 +20,15 @@ ARMED = Armed(python_signum=61, c_signum=60, fd=9)
     ("guard_waits", "state", "runs_s", "gil_held"),
     [
         pytest.param([True, True], "running", 0.05, True, id="computes-in-C"),
-        pytest.param([True] * asking._MOST_LOOKS, "sleeping", 0.0, True, id="slept-in-C-until-the-signal"),
+        pytest.param([True] * peers._MOST_LOOKS, "sleeping", 0.0, True, id="slept-in-C-until-the-signal"),
         pytest.param([True, False], "sleeping", 0.0, False, id="sleeps-while-others-take-turns"),
         pytest.param([True, False, True], "running", 0.05, True, id="its-C-has-called-the-handler"),
-        pytest.param([True, *[False] * asking._LOOKS_AFTERWARDS], "running", 0.05, False, id="has-returned-from-C"),
+        pytest.param([True, *[False] * peers._LOOKS_AFTERWARDS], "running", 0.05, False, id="has-returned-from-C"),
         pytest.param([True] * 4, "running", 0.011, True, id="computes-in-C-on-a-starved-host"),
         pytest.param([True, False], "running", 0.011, False, id="has-released-it-on-a-starved-host"),
         # It may execute bytecode, and get no time on a core to release it.
-        pytest.param([True] * asking._MOST_LOOKS, "running", 0.006, False, id="waits-for-a-core"),
-        pytest.param([True] * asking._MOST_LOOKS, "sleeping", 0.006, False, id="takes-turns-with-other-threads"),
+        pytest.param([True] * peers._MOST_LOOKS, "running", 0.006, False, id="waits-for-a-core"),
+        pytest.param([True] * peers._MOST_LOOKS, "sleeping", 0.006, False, id="takes-turns-with-other-threads"),
         # For storage, for a driver that does not answer, or for its next tick.
         pytest.param([False], "running", 0.05, False, id="guard-waits-for-something-else"),
         pytest.param([False], "sleeping", 0.0, False, id="both-wait-for-something-else"),
@@ -46,9 +46,9 @@ def test_the_gil_is_held_if_the_guard_waits_for_it_in_vain(
     line = Frame(file="/home/me/train.py", line=9, function="training_step", user=True)
     waits = iter(guard_waits)
     looks = (ThreadLook(state=state, ran_s=ran_s) for ran_s in itertools.accumulate(itertools.repeat(runs_s)))
-    monkeypatch.setattr(asking, "look_at_main_thread", lambda pid: next(looks))
-    monkeypatch.setattr(asking, "waits_for_gil", lambda pid, threads: next(waits) and (pid, threads) == (77, (79, 80)))
-    monkeypatch.setattr(asking, "another_thread_runs", lambda pid, before: False)
+    monkeypatch.setattr(peers, "look_at_main_thread", lambda pid: next(looks))
+    monkeypatch.setattr(peers, "waits_for_gil", lambda pid, threads: next(waits) and (pid, threads) == (77, (79, 80)))
+    monkeypatch.setattr(peers, "another_thread_runs", lambda pid, before: False)
     monkeypatch.setattr(traceback_signal, "armed_in", lambda pid: ARMED)
     monkeypatch.setattr(traceback_signal, "ask", lambda pid, armed: (line,))
     peer = RankInfo(rank=1, host="h", pid=77, guard_threads=(79, 80), has_guard=has_guard)
@@ -77,7 +77,7 @@ def test_a_peer_that_collects_garbage_has_the_collector_on_its_stack(
     answers = iter(looks)
     monkeypatch.setattr(garbage, "collects_garbage", lambda pid: next(answers))
     seen = iter(ThreadLook(state=state) for state in states)
-    monkeypatch.setattr(asking, "look_at_main_thread", lambda pid: next(seen))
+    monkeypatch.setattr(peers, "look_at_main_thread", lambda pid: next(seen))
     monkeypatch.setattr(traceback_signal, "armed_in", lambda pid: ARMED)
     monkeypatch.setattr(traceback_signal, "ask", lambda pid, armed: (line,))
     stack, _ = ask(RankInfo(rank=1, host="h", pid=77, has_guard=False))
@@ -90,10 +90,10 @@ def test_a_main_thread_that_sleeps_does_not_hold_the_gil_if_another_thread_runs(
     monkeypatch: pytest.MonkeyPatch, another_runs: bool
 ) -> None:
     line = Frame(file="/home/me/train.py", line=9, function="training_step", user=True)
-    monkeypatch.setattr(asking, "look_at_main_thread", lambda pid: ThreadLook(state="sleeping", ran_s=1.0))
-    monkeypatch.setattr(asking, "waits_for_gil", lambda pid, threads: True)
+    monkeypatch.setattr(peers, "look_at_main_thread", lambda pid: ThreadLook(state="sleeping", ran_s=1.0))
+    monkeypatch.setattr(peers, "waits_for_gil", lambda pid, threads: True)
     runs = iter([False, another_runs, False])
-    monkeypatch.setattr(asking, "another_thread_runs", lambda pid, before: next(runs))
+    monkeypatch.setattr(peers, "another_thread_runs", lambda pid, before: next(runs))
     monkeypatch.setattr(traceback_signal, "armed_in", lambda pid: ARMED)
     monkeypatch.setattr(traceback_signal, "ask", lambda pid, armed: (line,))
     assert ask(RankInfo(rank=1, host="h", pid=77)) == ((line,), not another_runs)

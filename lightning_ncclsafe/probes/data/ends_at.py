@@ -20,7 +20,7 @@ from lightning_ncclsafe.probes.process.stacks import is_own_file
 from lightning_ncclsafe.probes.source.assignments import Given, only_assignment, variable
 from lightning_ncclsafe.probes.source.rank_names import RANK_WORDS
 from lightning_ncclsafe.probes.source.scopes import Scope, scope_of
-from lightning_ncclsafe.probes.source.syntax import COMPREHENSIONS, is_of_self, name_of
+from lightning_ncclsafe.probes.source.syntax import COMPREHENSIONS, LOOPS, is_of_self, name_of
 
 # The other ranks wait while one reads the source.
 _MOST_S = 2.0
@@ -35,7 +35,6 @@ _reading = SideThread("ncclsafe-ends")
 _PARAMETER, _BASE, _SEVERAL = "()", "super()", "*"
 _Loop = ast.For | ast.AsyncFor | ast.While
 _YIELDS = (ast.Yield, ast.YieldFrom)
-_LOOPS = (ast.For, ast.AsyncFor, ast.While)
 
 
 class _DataEnd(NamedTuple):
@@ -147,7 +146,7 @@ def _only_line(branches: list[Branch], scope: Scope) -> _DataEnd:
 def _around(node: ast.AST, scope: Scope) -> tuple[_Loop | None, list[Branch], list[Branch]]:
     """The innermost loop around it whose passes may differ between ranks, and the branches around and in that loop."""
     branches = scope.branches_around(getattr(node, "lineno", 0))
-    loops = {one.lineno: one for one in scope.nodes if isinstance(one, _LOOPS)}
+    loops = {one.lineno: one for one in scope.nodes if isinstance(one, LOOPS)}
     differing = (one for one in branches if one.on is Decides.PASSES and one.line in loops)
     passes = [one for one in differing if not _is_common(_looped_over(loops[one.line]))]
     after = branches.index(passes[-1]) + 1 if passes else 0
@@ -156,7 +155,7 @@ def _around(node: ast.AST, scope: Scope) -> tuple[_Loop | None, list[Branch], li
 
 
 def _is_in_loop(node: ast.AST, scope: Scope) -> bool:
-    return any(node is inner for one in scope.nodes if isinstance(one, _LOOPS) for inner in ast.walk(one))
+    return any(node is inner for one in scope.nodes if isinstance(one, LOOPS) for inner in ast.walk(one))
 
 
 def _looped_over(loop: _Loop) -> ast.expr:

@@ -15,13 +15,11 @@ from lightning_ncclsafe.code.libraries import DEBUGGERS
 from lightning_ncclsafe.facts import Frame
 from lightning_ncclsafe.probes.process.stacks import main_thread_frames, with_source
 from lightning_ncclsafe.probes.source.scopes import Scope, scope_at, scope_of, scopes_of
-from lightning_ncclsafe.probes.source.syntax import FUNCTIONS, first_line, last_line, name_of
+from lightning_ncclsafe.probes.source.syntax import FUNCTIONS, LOOPS, TRY_STATEMENTS, first_line, last_line, name_of
 
 _NAMES = ("breakpoint", "set_trace")
-_LOOPS = (ast.For, ast.AsyncFor, ast.While)
 _WITHS = (ast.With, ast.AsyncWith)
 _DEFINITIONS = (*FUNCTIONS, ast.ClassDef)
-_TRIES = (ast.Try, getattr(ast, "TryStar", ast.Try))
 
 _Statements = Sequence[ast.stmt]
 
@@ -75,9 +73,9 @@ def _followed(block: _Statements, after: _Statements = ()) -> Iterator[tuple[ast
 
 def _blocks(statement: ast.stmt, following: _Statements) -> Iterator[tuple[_Statements, _Statements]]:
     """The blocks of a statement, and for each what runs after it."""
-    if isinstance(statement, (*_LOOPS, *_WITHS)):
+    if isinstance(statement, (*LOOPS, *_WITHS)):
         # The head of a loop runs again, as does that of a `with` when its block is left.
-        is_loop = isinstance(statement, _LOOPS)
+        is_loop = isinstance(statement, LOOPS)
         yield statement.body, _first_of([statement]) if is_loop else [statement, *following]
         yield getattr(statement, "orelse", ()), following
     elif isinstance(statement, ast.If):
@@ -85,7 +83,7 @@ def _blocks(statement: ast.stmt, following: _Statements) -> Iterator[tuple[_Stat
         yield statement.orelse, following
     elif isinstance(statement, ast.Match):
         yield from ((case.body, following) for case in statement.cases)
-    elif isinstance(statement, _TRIES):
+    elif isinstance(statement, TRY_STATEMENTS):
         left = _first_of(statement.finalbody) or following
         yield statement.body, _first_of(statement.orelse) or left
         yield from ((clause.body, left) for clause in statement.handlers)
@@ -100,7 +98,7 @@ def _first_of(block: _Statements) -> list[ast.stmt]:
         if isinstance(statement, (ast.Global, ast.Nonlocal)) or is_text:
             continue
         is_endless = isinstance(statement, ast.While) and isinstance(statement.test, ast.Constant)
-        if is_endless or isinstance(statement, _TRIES):
+        if is_endless or isinstance(statement, TRY_STATEMENTS):
             return [statement, *_first_of(getattr(statement, "body", ()))]
         return [statement]
     return []

@@ -13,8 +13,7 @@ from typing import NamedTuple
 
 from lightning_ncclsafe.facts import Frame
 from lightning_ncclsafe.probes.process.stacks import main_thread_stack
-from lightning_ncclsafe.probes.source.control_flow import control_flow
-from lightning_ncclsafe.probes.source.loops import loops_around
+from lightning_ncclsafe.probes.source.scopes import scope_at
 from lightning_ncclsafe.rules.kit.landmarks import is_in_wait
 
 # A loop has a few lines; recursion may have any number of stacks.
@@ -139,7 +138,7 @@ def outside_common_loop(stacks: Sequence[tuple[Frame, ...]]) -> tuple[Frame, ...
 
 def is_in_while(stack: tuple[Frame, ...]) -> bool:
     """Whether a line of the user's in a stack is in a ``while`` loop of its function. Reads source files."""
-    loops = (loop for file, function, line in _path(stack) for loop in loops_around(file, function, [line]))
+    loops = (loop for place in _path(stack) for loop in scope_at(*place).loops_around([place[2]]))
     return any(loop.is_conditional for loop in loops)
 
 
@@ -150,13 +149,14 @@ def _common_loop(paths: Sequence[_Path]) -> _Common | None:
     if depth is None or len({path[depth][:2] for path in paths}) > 1:
         return None
     file, function, _ = paths[0][depth]
-    loop = next(iter(loops_around(file, function, {path[depth][2] for path in paths})), None)
+    lines = {path[depth][2] for path in paths}
+    scope = scope_at(file, function, min(lines))
+    loop = next(iter(scope.loops_around(lines)), None)
     if loop is None or not loop.is_conditional:
         return None
     # What single ranks do in the loop is lost at its head.
-    at_head = control_flow(file).around(loop.first).rank_condition
-    conditions = {control_flow(place[0]).around(place[2]).rank_condition for path in paths for place in path[depth:]}
-    return _Common(depth, loop.first) if conditions <= {"", at_head} else None
+    conditions = {scope_at(*place).rank_condition(place[2]) for path in paths for place in path[depth:]}
+    return _Common(depth, loop.first) if conditions <= {"", scope.rank_condition(loop.first)} else None
 
 
 def _down_to(stack: tuple[Frame, ...], loop: _Common) -> tuple[Frame, ...]:

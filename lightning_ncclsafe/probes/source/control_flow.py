@@ -20,7 +20,16 @@ from lightning_ncclsafe.probes.source.rank_names import (
     may_be_none,
     names_of_rank,
 )
-from lightning_ncclsafe.probes.source.syntax import COMPREHENSIONS, FUNCTIONS, first_line, last_line, name_of, parsed
+from lightning_ncclsafe.probes.source.syntax import (
+    COMPREHENSIONS,
+    FUNCTIONS,
+    LOOPS,
+    TRY_STATEMENTS,
+    first_line,
+    last_line,
+    name_of,
+    parsed,
+)
 
 # Counters that are equal on all ranks, so that conditions on them are, too.
 _COUNTED = frozenset(
@@ -31,9 +40,7 @@ _COUNTING = frozenset(("trainer", "pl_module", "module", "model"))
 _MOST_BRANCHES = 8
 _MOST_CHARACTERS = 120
 _MOST_NAMES = 32
-_LOOPS = (ast.For, ast.AsyncFor, ast.While)
 _JUMPS = {ast.Return: "return", ast.Continue: "continue", ast.Break: "break", ast.Raise: "raise"}
-_TRIES = (ast.Try, getattr(ast, "TryStar", ast.Try))
 _Block = list[ast.stmt]
 
 
@@ -153,7 +160,7 @@ class ControlFlow:
         else:
             yield arm
             yield from self._way(arm.block, line)
-        if isinstance(statement, _LOOPS):
+        if isinstance(statement, LOOPS):
             # A jump that ends the loop leads around the line in the next pass.
             after = (one for one in statement.body if first_line(one) > line)
             yield from (jump for one in after for jump in self._jumps(one) if jump.jump in ("break", "return"))
@@ -164,10 +171,10 @@ class ControlFlow:
             decides = self._decides(statement.test)
             for block, without in ((statement.body, ""), (statement.orelse, ELSE)):
                 yield _Arm(block, self._head(statement.lineno, decides, block, without), is_condition=True)
-        elif isinstance(statement, _LOOPS):
+        elif isinstance(statement, LOOPS):
             yield _Arm(statement.body, self._passes(statement), is_condition=isinstance(statement, ast.While))
             yield _Arm(statement.orelse)
-        elif isinstance(statement, _TRIES):
+        elif isinstance(statement, TRY_STATEMENTS):
             yield from self._arms_of_try(statement)
         elif isinstance(statement, (ast.With, ast.AsyncWith)):
             yield _Arm(statement.body, self._suppressed(statement), is_tried=True)
@@ -230,7 +237,7 @@ class ControlFlow:
                 outer = (branch.test for branch in reversed(around[:-1]) if branch.on is Decides.RANK)
                 jump = replace(around[-1], line=statement.lineno, jump=name, on=_of_all(around), until=0)
                 yield replace(jump, within=next(outer, ""))
-        is_loop = isinstance(statement, _LOOPS)
+        is_loop = isinstance(statement, LOOPS)
         for arm in () if isinstance(statement, FUNCTIONS) else self._arms(statement):
             inner = around if arm.branch is None else (*around, arm.branch)
             for one in arm.block:

@@ -18,7 +18,9 @@ from lightning_ncclsafe.facts import Branch, Decides
 from lightning_ncclsafe.probes.process.stacks import is_user_code
 from lightning_ncclsafe.probes.source.control_flow import control_flow
 from lightning_ncclsafe.probes.source.syntax import (
+    COMPREHENSIONS,
     FUNCTIONS,
+    LOOPS,
     Function,
     first_line,
     last_line,
@@ -112,6 +114,21 @@ class Scope:
         """
         return control_flow(self.file).around(line).rank_condition if self.file else ""
 
+    def loops_around(self, lines: Collection[int]) -> list["Loop"]:
+        """Its loops that have all of these lines, at least one, from inside out."""
+        around = (loop for loop in self._loops if loop.first <= min(lines) and max(lines) <= loop.last)
+        return sorted(around, key=lambda loop: (-loop.first, loop.last))
+
+    @cached_property
+    def _loops(self) -> tuple["Loop", ...]:
+        statements = (
+            Loop(one.lineno, last_line(one.body[-1]), _has_condition(one))
+            for one in self.nodes
+            if isinstance(one, LOOPS)
+        )
+        inline = (Loop(one.lineno, last_line(one), False) for one in self.nodes if isinstance(one, COMPREHENSIONS))
+        return (*statements, *inline)
+
     def leads_around(self, line: int) -> tuple[str, ...]:
         """The branches that may have led around a line: jumps before it, and conditions around it.
 
@@ -126,6 +143,21 @@ class Scope:
         branches = self.branches_around(line)
         lines = {branch.line for branch in branches if not branch.jump and branch.on in _CONDITIONS}
         return tuple(map(self.place, sorted(lines)))
+
+
+class Loop(NamedTuple):
+    """A loop in a function.
+
+    Attributes:
+        first: Its first line.
+        last: The last line of its body.
+        is_conditional: Whether it is a ``while`` with a condition: the head of ``while True:`` does not say when it
+            ends, and a ``for`` or a comprehension ends with what it goes through.
+    """
+
+    first: int
+    last: int
+    is_conditional: bool
 
 
 class AttributeSet(NamedTuple):
@@ -154,6 +186,10 @@ def attributes_set(node: ast.AST) -> Iterator[AttributeSet]:
         for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
             if isinstance(target, ast.Attribute):
                 yield AttributeSet(target.value, target.attr, node.value, node.lineno)
+
+
+def _has_condition(loop: ast.stmt) -> bool:
+    return isinstance(loop, ast.While) and not isinstance(loop.test, ast.Constant)
 
 
 @lru_cache(maxsize=8)

@@ -9,6 +9,8 @@ from typing import TypeAlias, TypeGuard
 Function: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 """The nodes that define a function."""
+LOOPS = (ast.For, ast.AsyncFor, ast.While)
+TRY_STATEMENTS = (ast.Try, getattr(ast, "TryStar", ast.Try))
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 _TRIES = 3
 
