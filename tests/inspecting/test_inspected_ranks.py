@@ -57,6 +57,8 @@ def pair() -> Iterator[list["subprocess.Popen[bytes]"]]:
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inspection, "SECONDS", 0.3)
     monkeypatch.setattr(inspected_ranks, "_AGAIN_EVERY_S", 0.01)
+    # However slow this machine is, all looks are taken.
+    monkeypatch.setattr(inspected_ranks, "_LEAST_LOOKS", LOOKS)
     monkeypatch.setattr(looks, "slept_s", lambda pid: None)
     under_pressure(monkeypatch, 0.0)
 
@@ -156,8 +158,10 @@ def test_two_looks_suffice_if_no_rank_has_run_for_long(
 
 @pytest.mark.parametrize(("over_s", "times"), [(None, 3), (0.3, LOOKS)])
 def test_slow_looks_reduce_their_number(
-    pair: "list[subprocess.Popen[bytes]]", over_s: float | None, times: int
+    pair: "list[subprocess.Popen[bytes]]", monkeypatch: pytest.MonkeyPatch, over_s: float | None, times: int
 ) -> None:
+    monkeypatch.setattr(inspected_ranks, "_LEAST_LOOKS", 3)
+
     def slow(pid: int, number: int) -> tuple[SeenFrame, ...]:
         time.sleep(0.2)
         return (user(20 + number),)
