@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_ncclsafe.facts import GarbageFacts
+from lightning_ncclsafe.probes.process.open_files import name_in_memory, open_files
 
 # Collections of younger generations take microseconds, and run many times a second.
 _OLDEST_GENERATION = 2
@@ -97,19 +98,13 @@ def collects_garbage(pid: int) -> bool:
     """Whether another process of this user on this host is in a full collection; False where that is unknown."""
     link = _shared_by(pid)
     with suppress(OSError):
-        return bool(link) and Path(link).read_bytes() == _COLLECTS
+        return link is not None and link.read_bytes() == _COLLECTS
     return False
 
 
-def _shared_by(pid: int) -> str:
-    """The descriptor of what a process shares, in ``/proc``; empty if it shares nothing."""
-    with suppress(OSError):
-        for number in os.listdir(f"/proc/{pid}/fd"):
-            link = f"/proc/{pid}/fd/{number}"
-            with suppress(OSError):  # closed meanwhile
-                if os.readlink(link).startswith(f"/memfd:{_name(pid)} "):
-                    return link
-    return ""
+def _shared_by(pid: int) -> Path | None:
+    """The descriptor of what a process shares, in ``/proc``; None if it shares nothing."""
+    return next((link for link, target in open_files(pid) if name_in_memory(target) == _name(pid)), None)
 
 
 def _name(pid: int) -> str:

@@ -13,6 +13,7 @@ from itertools import takewhile
 
 from lightning_ncclsafe.code.libraries import TRAINER_RUN
 from lightning_ncclsafe.facts import Frame, LastSeen, Progress, codec
+from lightning_ncclsafe.probes.process.open_files import name_in_memory, open_files
 from lightning_ncclsafe.probes.process.stacks import is_user_code, place_in, seen_frame, training_thread
 
 _MOST_BYTES = 1 << 16
@@ -57,21 +58,19 @@ class LastSeenFile:
 
     def _is_open(self) -> bool:
         """Whether the descriptor is still this file's: a program may close all, and open others."""
-        return self._fd >= 0 and _is_of(os.getpid(), f"/proc/self/fd/{self._fd}")
+        return self._fd >= 0 and _is_of(os.getpid(), self._fd)
 
 
 def open_last_seen(pid: int) -> int | None:
     """Opens the file of another process of this user on this host; None if it has none."""
-    with suppress(OSError):
-        for number in os.listdir(f"/proc/{pid}/fd"):
-            link = f"/proc/{pid}/fd/{number}"
+    for link, target in open_files(pid):
+        if name_in_memory(target) == _name(pid):
             with suppress(OSError):  # closed meanwhile
-                if _is_of(pid, link):
-                    # The number may have become that of a pipe.
-                    file = os.open(link, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-                    if _is_of(pid, f"/proc/self/fd/{file}"):
-                        return file
-                    os.close(file)
+                # The number may have become that of a pipe.
+                file = os.open(link, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+                if _is_of(pid, file):
+                    return file
+                os.close(file)
     return None
 
 
@@ -83,8 +82,9 @@ def read_last_seen(file: int) -> LastSeen | None:
     return None
 
 
-def _is_of(pid: int, link: str) -> bool:
-    return os.readlink(link).startswith(f"/memfd:{_name(pid)} ")
+def _is_of(pid: int, fd: int) -> bool:
+    """Whether a descriptor of this process is that of the file of a process."""
+    return name_in_memory(os.readlink(f"/proc/self/fd/{fd}")) == _name(pid)
 
 
 def _name(pid: int) -> str:

@@ -15,6 +15,7 @@ from lightning_ncclsafe.code.libraries import EXISTING_LOCK_FILES, FILE_LOCKS, P
 from lightning_ncclsafe.facts import FileLockFacts, LockHolder
 from lightning_ncclsafe.probes.absent import or_none
 from lightning_ncclsafe.probes.process.main_thread import system_call
+from lightning_ncclsafe.probes.process.open_files import open_files
 from lightning_ncclsafe.probes.process.stacks import main_thread_frames
 
 _PROC = Path("/proc")
@@ -71,14 +72,14 @@ def awaited_lock(pid: int, proc: Path = _PROC) -> FileLockFacts | None:
     holder = next((entry.pid for entry in entries if not entry.is_awaited and entry.number == wait.number), 0)
     inode = wait.file[2]
     # A layered file system has another device number.
-    opened = (path for place, path in _links(pid, proc) if or_none(lambda place=place: os.stat(place).st_ino) == inode)  # type: ignore[misc]
+    opened = (path for link, path in open_files(pid, proc) if _inode(link) == inode)
     return FileLockFacts(path=next(opened, ""), holders=_holders([holder] if holder > 0 else []))
 
 
 def held() -> tuple[str, ...]:
     """Paths of the files on which this process holds a lock."""
     mine = {lock.file for lock in _locks() if lock.pid == os.getpid()}
-    return tuple(sorted({path for path, file in _open_files() if _among(file, mine)})) if mine else ()
+    return tuple(sorted({path for path, file in _regular_files() if _among(file, mine)})) if mine else ()
 
 
 def _library_lock() -> FileLockFacts | None:
@@ -123,7 +124,7 @@ def _retried() -> FileLockFacts | None:
     locks = [*_locks()]
     mine = {lock.file for lock in locks if lock.pid == os.getpid()}
     others = {lock.file for lock in locks if lock.pid > 0 and lock.is_exclusive} - mine
-    found = (one for one in _open_files() if _among(one[1], others)) if others else iter(())
+    found = (one for one in _regular_files() if _among(one[1], others)) if others else iter(())
     path, _ = next(found, ("", None))
     return replace(lock_on(path), is_certain=False) if path else None
 
@@ -200,9 +201,9 @@ def _among(file: _File, others: Iterable[_File]) -> bool:
     return any(file == other or (file[2] == other[2] and file[0] == other[0] == 0) for other in others)
 
 
-def _open_files() -> Iterator[tuple[str, _File]]:
+def _regular_files() -> Iterator[tuple[str, _File]]:
     """Path and file of each regular file that this process has open."""
-    for place, path in _links(os.getpid()):
+    for place, path in open_files(os.getpid()):
         if path.startswith("/") and not path.startswith(("/dev/", "/proc/")):
             with suppress(OSError):
                 status = os.stat(place)
@@ -214,10 +215,8 @@ def _having_open(path: str) -> list[int]:
     """Other processes that have a file open, as far as this user may see; does not access storage."""
     real, own = os.path.realpath(path), os.getpid()
     pids = sorted(int(folder.name) for folder in _PROC.iterdir() if folder.name.isdigit())
-    return [pid for pid in pids if pid != own and any(real == other for _, other in _links(pid))]
+    return [pid for pid in pids if pid != own and any(real == other for _, other in open_files(pid, _PROC))]
 
 
-def _links(pid: int, proc: Path = _PROC) -> Iterator[tuple[Path, str]]:
-    for place in or_none(lambda: sorted((proc / str(pid) / "fd").iterdir())) or ():
-        with suppress(OSError):
-            yield place, os.readlink(place)
+def _inode(link: Path) -> int | None:
+    return or_none(lambda: link.stat().st_ino)

@@ -44,6 +44,7 @@ from lightning_ncclsafe.code.marks import Mark, marked
 from lightning_ncclsafe.facts import COLLECTOR, Frame, codec
 from lightning_ncclsafe.probes.process.crash_file import leave_crashes, take_crashes
 from lightning_ncclsafe.probes.process.main_thread import ThreadLook, look_at_main_thread
+from lightning_ncclsafe.probes.process.open_files import name_in_memory, open_files
 from lightning_ncclsafe.probes.process.stacks import exception_facts, seen_frame
 
 # What faulthandler writes above the frames of a thread that collects garbage.
@@ -55,7 +56,7 @@ _POLL_S = 0.005
 # is in C.
 _RUNS_S, _SLEEPS_S = 0.005, 0.03
 _NAME = "ncclsafe-traceback-"
-_LINK = re.compile(rf"^/memfd:{_NAME}(\d+)-(\d+)-(\d+) ")
+_PARTS = re.compile(rf"{_NAME}(\d+)-(\d+)-(\d+)")
 _HEAD = "(most recent call first)"
 # Python writes this line below its frames. Workers write to the same file, some of them late.
 _BY_PYTHON = "(by Python, process {pid})\n"
@@ -224,13 +225,12 @@ def _number(text: str | None) -> int:
 
 def armed_in(pid: int) -> Armed | None:
     """How another process of this user on this host is asked, by its open files; None if it is not armed."""
-    with suppress(OSError):
-        for name in os.listdir(f"/proc/{pid}/fd"):
-            with suppress(OSError):  # closed meanwhile
-                found = _LINK.match(os.readlink(f"/proc/{pid}/fd/{name}"))
-                # It may have that of its parent, too, and those of its peers open to read.
-                if found and int(found[1]) == pid and os.lstat(f"/proc/{pid}/fd/{name}").st_mode & stat.S_IWUSR:
-                    return Armed(python_signum=int(found[2]), c_signum=int(found[3]), fd=int(name))
+    for link, target in open_files(pid):
+        found = _PARTS.fullmatch(name_in_memory(target))
+        with suppress(OSError):  # closed meanwhile
+            # It may have that of its parent, too, and those of its peers open to read.
+            if found and int(found[1]) == pid and link.lstat().st_mode & stat.S_IWUSR:
+                return Armed(python_signum=int(found[2]), c_signum=int(found[3]), fd=int(link.name))
     return None
 
 
