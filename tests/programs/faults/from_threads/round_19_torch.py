@@ -537,41 +537,6 @@ def texts_awaited_for_three_seconds(here: Here) -> None:
     here.fit(net=Texts(here))
 
 
-class Experts(Net):
-    """Counts the tokens of each expert within the ranks that share it, in groups that are made when they are needed."""
-
-    def __init__(self, here: Here) -> None:
-        super().__init__(here)
-        self.groups: dict[tuple[int, ...], Any] = {}
-
-    @property
-    def group(self) -> Any:
-        start = self.here.rank // 2 * 2
-        ranks = (start, start + 1)
-        if ranks not in self.groups:
-            self.here.begins()
-            self.groups[ranks] = dist.new_group(list(ranks))  # <- groups_of_which_each_rank_makes_its_own
-        return self.groups[ranks]
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        counts = torch.bincount(self.layers(batch[0]).argmax(1), minlength=2)
-        dist.all_reduce(counts, group=self.group)
-        return super().training_step(batch, batch_idx)
-
-
-@thread(
-    "https://github.com/axolotl-ai-cloud/axolotl/pull/3533",
-    "crossed-groups",
-    ranks=(),
-    has_ranks=False,
-    world_size=4,
-    moment=Moment.FIRST_STEP,
-)
-def groups_of_which_each_rank_makes_its_own(here: Here) -> None:
-    """Each rank makes only the group that it belongs to, where all ranks have to make all groups, in one order."""
-    here.fit(net=Experts(here))
-
-
 class Paused(L.Callback):
     """Somebody stops a rank from a shell, to have its machine for a while."""
 
