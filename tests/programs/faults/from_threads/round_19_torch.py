@@ -1,7 +1,6 @@
 """Round 19 after public threads: what users of plain PyTorch report of locks, shards, encoders, and debuggers."""
 
 import functools
-import itertools
 import math
 import multiprocessing
 import os
@@ -457,54 +456,6 @@ def shapes_sent_by_both_neighbours_first(here: Here) -> None:
     here.fit(net=Varying(here))
 
 
-Momentum = tuple[float, float]
-
-
-def distance(pair: tuple[Momentum, Momentum]) -> float:
-    (x, y), (u, v) = pair
-    return min(math.hypot(x, y), math.hypot(u, v)) * math.hypot(x - u, y - v)
-
-
-def jets(particles: list[Momentum]) -> list[Momentum]:
-    """Merges the two nearest particles until few are left."""
-    while len(particles) > 8:
-        one, other = min(itertools.combinations(particles, 2), key=distance)  # <- jets_of_the_samples_on_the_first_rank
-        particles = [each for each in particles if each not in (one, other)]
-        particles.append((one[0] + other[0], one[1] + other[1]))
-    return particles
-
-
-class Plots(L.Callback):
-    """Runs predictions on some samples after each epoch, and makes histograms of the jets in them."""
-
-    def __init__(self, here: Here, samples: int) -> None:
-        self.here, self.samples = here, samples
-
-    def predictions(self, module: L.LightningModule) -> Iterator[list[Momentum]]:
-        for sample in range(self.samples):
-            seeded = torch.Generator().manual_seed(sample)
-            found = cast(Net, module).layers(torch.rand(400, 8, generator=seeded)).tolist()
-            yield [(x, y) for x, y in found]
-
-    def on_train_epoch_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        if self.here.rank != 0:
-            return
-        self.here.begins()
-        counts = [len(jets(particles)) for particles in self.predictions(module)]
-        (self.here.folder / "jets.txt").write_text(" ".join(map(str, counts)))
-
-
-@thread(
-    "https://github.com/jpata/particleflow/issues/390",
-    "rank-zero-only-work",
-    ranks=(0,),
-    moment=Moment.EPOCH_END,
-)
-def jets_of_the_samples_on_the_first_rank(here: Here) -> None:
-    """The first rank finds the jets of all samples after an epoch, which takes minutes; the others are in the next."""
-    here.fit(callbacks=[Plots(here, samples=20)])
-
-
 class Texts(Net):
     """Collects what all ranks have generated in a group for objects, next to that for tensors."""
 
@@ -535,41 +486,6 @@ class Texts(Net):
 def texts_awaited_for_three_seconds(here: Here) -> None:
     """One rank has more to generate and takes eight seconds; the group for objects gives up long before the other."""
     here.fit(net=Texts(here))
-
-
-class Experts(Net):
-    """Counts the tokens of each expert within the ranks that share it, in groups that are made when they are needed."""
-
-    def __init__(self, here: Here) -> None:
-        super().__init__(here)
-        self.groups: dict[tuple[int, ...], Any] = {}
-
-    @property
-    def group(self) -> Any:
-        start = self.here.rank // 2 * 2
-        ranks = (start, start + 1)
-        if ranks not in self.groups:
-            self.here.begins()
-            self.groups[ranks] = dist.new_group(list(ranks))  # <- groups_of_which_each_rank_makes_its_own
-        return self.groups[ranks]
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        counts = torch.bincount(self.layers(batch[0]).argmax(1), minlength=2)
-        dist.all_reduce(counts, group=self.group)
-        return super().training_step(batch, batch_idx)
-
-
-@thread(
-    "https://github.com/axolotl-ai-cloud/axolotl/pull/3533",
-    "crossed-groups",
-    ranks=(),
-    has_ranks=False,
-    world_size=4,
-    moment=Moment.FIRST_STEP,
-)
-def groups_of_which_each_rank_makes_its_own(here: Here) -> None:
-    """Each rank makes only the group that it belongs to, where all ranks have to make all groups, in one order."""
-    here.fit(net=Experts(here))
 
 
 class Paused(L.Callback):
