@@ -16,17 +16,22 @@ from lightning_ncclsafe.report.folder import IncidentNumbers, write_all
 from lightning_ncclsafe.report.tables.data import render_mismatch
 from lightning_ncclsafe.report.text import render_short
 from lightning_ncclsafe.rules.agreement import AGREEMENT_RULES
-from lightning_ncclsafe.rules.agreement.batches import is_refused, way_on
+from lightning_ncclsafe.rules.agreement.batches import is_refused, is_uneven, uneven_batches, way_on
 from lightning_ncclsafe.rules.judging import judge
 from lightning_ncclsafe.rules.kit.data import (
     HOW_DATA_DIFFERS,
+    JobData,
     epoch_batches,
     evaluates_independently,
     runs_independently,
 )
+from lightning_ncclsafe.rules.kit.rule import Rule
 from lightning_ncclsafe.rules.kit.wording import joined, short_place
 from lightning_ncclsafe.settings import OnUneven
 
+LineAt = Callable[[tuple[int, ...]], str]
+
+_HOW_MUCH = "How much of this data a rank has is decided"
 _GOES_ON = 'Training continues; DatasetAgreement(on_mismatch="raise") would refuse to start.'
 
 
@@ -57,20 +62,21 @@ class Agreement:
         self._say = say
         self._reported: set[str] = set()
 
-    def compare(self, data: DataFacts, made_at: Callable[[], str] = lambda: "") -> tuple[EpochEnd, ...]:
+    def compare(self, data: DataFacts, line_at: LineAt = lambda _: "") -> tuple[EpochEnd, ...]:
         """Compares this rank's loaders with those of all others; returns how an epoch of each ends.
 
         Nothing is returned if a rank takes no part.
 
         Args:
             data: What this rank shares.
-            made_at: Called if ranks disagree; returns the line that makes the data, see
-                :func:`~lightning_ncclsafe.probes.data.made_at.data_made_at`.
+            line_at: Called if ranks disagree, with the positions of the loaders whose numbers of batches differ, or
+                with none about which data there is; returns the line that decides it, see
+                :func:`~lightning_ncclsafe.probes.data.ends_at.data_line`.
 
         Raises:
             DatasetMismatchError: On all ranks, if they disagree.
         """
-        verdict = partial(self._verdict, made_at=made_at)
+        verdict = partial(self._verdict, line_at=line_at)
         return self._raised(self._meeting.meet(replace(self._identity, data=data), verdict)).ends
 
     def all_can(self, can: bool) -> bool:
@@ -110,7 +116,7 @@ class Agreement:
         )
         diagnosis = judge(self._job(ranks), AGREEMENT_RULES)
         if len({reading.place for reading in readings}) == 1:
-            diagnosis = _with_place(diagnosis, lambda: ends_at, "How much of this data a rank has is decided")
+            diagnosis = _with_place(diagnosis, lambda: ends_at, _HOW_MUCH)
         is_error, folder = data.on_uneven == "raise", ""
         if loader.name not in self._reported:
             self._reported.add(loader.name)
@@ -147,7 +153,7 @@ class Agreement:
             raise DatasetMismatchError(agreed.error, findings=agreed.findings, report_folder=agreed.folder)
         return agreed
 
-    def _verdict(self, ranks: tuple[RankFacts, ...], made_at: Callable[[], str] = lambda: "") -> Agreed:
+    def _verdict(self, ranks: tuple[RankFacts, ...], line_at: LineAt = lambda _: "") -> Agreed:
         data = [facts.data for facts in ranks if facts.data is not None]
         if len(data) < len(ranks):
             return Agreed()  # the rank that takes no part has reported why
@@ -155,7 +161,7 @@ class Agreement:
         job = self._job(ranks)
         diagnosis = judge(job, AGREEMENT_RULES)
         if is_complete and any(is_refused(finding, job) for finding in diagnosis.findings):
-            diagnosis = _with_way_on(_with_place(diagnosis, made_at))
+            diagnosis = _with_way_on(_with_places(diagnosis, line_at))
             folder = self._write(diagnosis, is_refused=True)
             return Agreed(
                 complete=True,
@@ -167,11 +173,11 @@ class Agreement:
         return Agreed(
             complete=is_complete,
             findings=diagnosis.findings,
-            incident=self._warn(diagnosis, made_at) if diagnosis.findings else 0,
+            incident=self._warn(diagnosis, line_at) if diagnosis.findings else 0,
             ends=epoch_ends(data) if is_complete else (),
         )
 
-    def _warn(self, diagnosis: Diagnosis, made_at: Callable[[], str]) -> int:
+    def _warn(self, diagnosis: Diagnosis, line_at: LineAt) -> int:
         """Warns once, even where every epoch creates new loaders whose data differs in another way.
 
         Where only what would hang is refused, anything else is not an incident and gets no report.
@@ -188,7 +194,7 @@ class Agreement:
         is_incident = policies != {"raise_on_hang"}
         if self._identity.rank == 0:
             is_error = any(finding.severity is Severity.ERROR for finding in diagnosis.findings)
-            diagnosis = _with_place(diagnosis, made_at)
+            diagnosis = _with_places(diagnosis, line_at)
             lines = [render_mismatch(diagnosis)]
             lines += [_GOES_ON] if is_error else []
             lines += [f"report: {self._write(diagnosis)}"] if is_incident else []
@@ -210,10 +216,20 @@ class Agreement:
         return write_all(diagnosis, self._report_dir, self._say, is_refused=is_refused)
 
 
-def _with_place(diagnosis: Diagnosis, made_at: Callable[[], str], words: str = "This data is made") -> Diagnosis:
-    """Adds the line that makes the data to findings about that; all ranks run the same source."""
-    about_it = [one for one in diagnosis.findings if HOW_DATA_DIFFERS[one.rule].is_of_data and not one.location]
-    place = made_at() if about_it else ""
+def _with_places(diagnosis: Diagnosis, line_at: LineAt) -> Diagnosis:
+    """Adds the lines that decide how many batches there are, or which data, to findings about that."""
+    uneven = tuple(loader.index for loader in JobData(diagnosis.job).loaders if is_uneven(loader))
+    diagnosis = _with_place(diagnosis, lambda: line_at(uneven) if uneven else "", _HOW_MUCH, (uneven_batches,))
+    return _with_place(diagnosis, lambda: line_at(()), "This data is made")
+
+
+def _with_place(
+    diagnosis: Diagnosis, find: Callable[[], str], words: str, rules: Iterable[Rule[JobData]] = HOW_DATA_DIFFERS
+) -> Diagnosis:
+    """Adds a line to findings of these rules about data that have none; all ranks run the same source."""
+    of_data = {rule.name for rule in rules if rule.is_of_data}
+    about_it = [one for one in diagnosis.findings if one.rule in of_data and not one.location]
+    place = find() if about_it else ""
     if not place:
         return diagnosis
     evidence = Evidence(source="source code", text=f"{words} at {place}.")

@@ -5,7 +5,7 @@ The Trainer and its loops are used by duck type; Lightning is not imported here.
 
 import sys
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -20,9 +20,8 @@ from lightning_ncclsafe.loaders.agreement import Agreement
 from lightning_ncclsafe.loaders.iteration import Begin, Iterate, LoaderProxy, ReplacedIteration, replaceable
 from lightning_ncclsafe.loaders.lockstep import BatchesRead, Lockstep, until
 from lightning_ncclsafe.loaders.tuning.tuner import Tuner, Tuning
-from lightning_ncclsafe.probes.data.ends_at import data_ends_at
+from lightning_ncclsafe.probes.data.ends_at import data_line
 from lightning_ncclsafe.probes.data.loaders import loader_facts
-from lightning_ncclsafe.probes.data.made_at import data_made_at
 from lightning_ncclsafe.probes.data.random_state import random_states
 from lightning_ncclsafe.probes.trainer.actions import ActionTracker
 from lightning_ncclsafe.probes.trainer.state import settings_of
@@ -247,7 +246,7 @@ class LoaderCollector:
         if self._is_off or agreement is None:
             return {}
         data = stage.facts(self._trainer, self._strategy, self._settings)
-        ends = agreement.compare(data, partial(data_made_at, stage.source, stage.name))
+        ends = agreement.compare(data, partial(_line, stage, by_length=True))
         self._make_votes(agreement, {end.looks_ahead for end in ends if end.votes})
         agreed: dict[int, tuple[EpochEnd, Iterate]] = {}
         for index, end in enumerate(ends):
@@ -328,7 +327,7 @@ class LoaderCollector:
     def _ends_at(self, name: str, index: int) -> str:
         # By name: what iterates a loader outlives it until the garbage is collected, and would keep its workers.
         stage = self._stages.get(name)
-        return data_ends_at(stage.loaders[index], stage.source, name, sys._getframe()) if stage is not None else ""
+        return _line(stage, [index]) if stage is not None else ""
 
     def _voting(
         self,
@@ -368,6 +367,12 @@ class LoaderCollector:
             )
 
         return iterate
+
+
+def _line(stage: Stage, indices: Iterable[int], *, by_length: bool = False) -> str:
+    """The line that decides how many batches these loaders of a stage have; for none of them, which data it has."""
+    loaders = [stage.loaders[index] for index in indices]
+    return data_line(stage.source, stage.name, sys._getframe(), loaders, by_length=by_length)
 
 
 def _counting(agreement: Agreement, end: EpochEnd, facts: LoaderFacts, data: DataFacts) -> Iterate:

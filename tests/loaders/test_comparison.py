@@ -95,29 +95,43 @@ def test_all_ranks_get_the_same_verdict_and_one_report(tmp_path: Path) -> None:
     assert job.said == [], "the error contains it"
 
 
-def test_the_line_that_makes_the_data_is_asked_for_once_ranks_disagree(tmp_path: Path) -> None:
-    asked: list[int] = []
+OF_COUNT, OF_DATA = "/work/data.py:3 in __len__", "/work/train.py:12 in rows"
+
+
+@pytest.mark.parametrize(
+    ("lines", "location", "words"),
+    [
+        ({(1,): OF_COUNT, (): OF_DATA}, OF_COUNT, "How much of this data a rank has is decided"),
+        ({(): OF_DATA}, OF_DATA, "This data is made"),
+    ],
+)
+def test_the_line_of_the_data_is_asked_for_once_ranks_disagree(
+    lines: dict[tuple[int, ...], str], location: str, words: str, tmp_path: Path
+) -> None:
+    """First the one that decides how many batches the uneven loader has, then the one that makes the data."""
+    asked: list[tuple[int, tuple[int, ...]]] = []
 
     def compare(rank: int, agreement: Agreement, *lengths: int) -> Any:
-        def made_at() -> str:
-            asked.append(rank)
-            return "/work/train.py:12 in rows"
+        def line_at(indices: tuple[int, ...]) -> str:
+            asked.append((rank, indices))
+            return lines.get(indices, "")
 
         own = replace(EQUAL, length=lengths[rank], batches=lengths[rank])
-        return agreement.compare(data(own, data_rank=rank, data_ranks=2), made_at)
+        return agreement.compare(data(EQUAL, own, data_rank=rank, data_ranks=2, mode="max_size"), line_at)
 
     job = Job(tmp_path, 2)
-    assert job.run(lambda rank, agreement: compare(rank, agreement, 4, 4)) == [(EpochEnd(),)] * 2
+    assert job.run(lambda rank, agreement: compare(rank, agreement, 4, 4)) == [(EpochEnd(), EpochEnd())] * 2
     assert asked == []
     for error in job.run(lambda rank, agreement: compare(rank, agreement, 4, 5)):
-        assert error.findings[0].location == "/work/train.py:12 in rows"
-        assert "This data is made at train.py:12 in rows." in " ".join(str(error).split())
-    assert asked == [0]
+        assert error.findings[0].location == location
+        assert f"{words} at {location.partition('/work/')[2]}." in " ".join(str(error).split())
+    assert asked == [(0, (1,)), (0, ())][: 1 if (1,) in lines else 2]
 
 
 def test_settings_that_differ_are_not_made_by_data(tmp_path: Path) -> None:
     presented = [data(EQUAL, content=content, data_rank=rank) for rank, content in enumerate(("auto", "off"))]
-    errors = Job(tmp_path, 2).run(lambda rank, agreement: agreement.compare(presented[rank], lambda: "train.py:1 in f"))
+    job = Job(tmp_path, 2)
+    errors = job.run(lambda rank, agreement: agreement.compare(presented[rank], lambda _: OF_DATA))
     for error in errors:
         assert (error.findings[0].rule, error.findings[0].location) == ("settings-disagreement", "")
 

@@ -316,5 +316,5 @@ def test_a_loader_is_not_kept_by_what_has_iterated_it(voting: Callable[[], tuple
 def test_an_uneven_end_is_told_where_a_path_is_no_text(
     voting: Callable[[], tuple[LoaderCollector, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(collecting, "data_ends_at", lambda *_: "/home/m\udce9/train.py:8 in __iter__")
+    monkeypatch.setattr(collecting, "data_line", lambda *_, **__: "/home/m\udce9/train.py:8 in __iter__")
     assert [*voting()[1]] == []

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 from polling import until
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, SubsetRandomSampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, SubsetRandomSampler
 
 from lightning_ncclsafe.probes.data import ends_at
-from lightning_ncclsafe.probes.data.ends_at import data_ends_at
+from lightning_ncclsafe.probes.data.ends_at import data_line
 
 HERE = Path(__file__)
 SIZE = 4
@@ -32,11 +32,11 @@ def place(mark: str, function: str = "__iter__") -> str:
     return f"{HERE}:{number} in {function}"
 
 
-def told(loader: Any) -> str:
+def told(loader: Any, *, by_length: bool = False) -> str:
     """What is told of a loader that is no local of the test, but of the Trainer's code."""
 
     def asked(given: Any) -> str:
-        return data_ends_at(given, given, "train_dataloader", sys._getframe())
+        return data_line(given, "train_dataloader", sys._getframe(), [given], by_length=by_length)
 
     names: dict[str, Any] = {"ends_at": asked}
     exec(compile(TRAINER, "/venv/site-packages/lightning/pytorch/trainer/trainer.py", "exec"), names)
@@ -157,6 +157,17 @@ class Twice(Data):
                 yield row
 
 
+class Filled(Data):
+    """Both the share of a rank and how much is read for each row of it."""
+
+    def __init__(self, rows: Any, rank: int = 0) -> None:
+        self.mine = rows[rank::2]
+
+    def __iter__(self) -> Iterator[Any]:
+        for row in self.mine:
+            yield from [row] * (SIZE // len(row))
+
+
 class Checks(Data):
     def __iter__(self) -> Iterator[Any]:
         for row in self.rows:
@@ -203,7 +214,7 @@ class Bounds(Data):
             yield [row]
 
 
-@pytest.mark.parametrize("kind", [Twice, Checks, Parts, Begun, Resumed])
+@pytest.mark.parametrize("kind", [Twice, Filled, Checks, Parts, Begun, Resumed])
 def test_of_several_lines_none_is_told(kind: Callable[..., Any]) -> None:
     data = kind([])
     assert told(DataLoader(data)) == ""
@@ -220,6 +231,14 @@ class Plain(Data):
             yield number, [row]
 
 
+class Uttered(Data):
+    def __init__(self, rows: Any) -> None:
+        self.said = [row.upper() for row in rows]
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self.said
+
+
 class Counted(Data):
     def __iter__(self) -> Iterator[Any]:
         return (row for row in range(self.rows * SIZE))
@@ -231,7 +250,7 @@ class Opened(Data):
             yield from read(file)
 
 
-@pytest.mark.parametrize("kind", [Plain, Counted, Opened])
+@pytest.mark.parametrize("kind", [Plain, Uttered, Counted, Opened])
 def test_a_stream_that_hands_on_what_it_was_given_ends_where_it_is_made(kind: Callable[..., Any]) -> None:
     data = kind(read("rows"))  # <- given
     assert told(DataLoader(data)) == place(
@@ -263,6 +282,44 @@ class Rebound(Data):
 
 def test_a_parameter_may_be_shared_out_before_it_is_kept() -> None:
     assert told(DataLoader(Rebound([], 1))) == place("rebound", "__init__")
+
+
+class Within(Data):
+    def __iter__(self) -> Iterator[Any]:
+        for file in self.rows[self.rank :: 2]:  # <- within
+            with open(file) as lines:
+                yield from lines
+
+
+class ReadOf(Data):
+    def __iter__(self) -> Iterator[Any]:
+        for number, file in enumerate(self.rows[self.rank :: 2]):  # <- read of
+            rows = read(file)
+            for row in rows:
+                yield number, [row]
+
+
+class Alike(Data):
+    def __iter__(self) -> Iterator[Any]:
+        for file in self.rows[self.rank :: 2]:  # <- alike
+            yield from ([file, row] for row in range(SIZE * SIZE))
+
+
+@pytest.mark.parametrize(("kind", "mark"), [(Within, "within"), (ReadOf, "read of"), (Alike, "alike")])
+def test_what_is_read_for_each_item_of_a_loop_ends_with_the_loop(kind: Callable[..., Any], mark: str) -> None:
+    assert told(DataLoader(kind([]))) == place(mark)
+
+
+class Cut(Data):
+    def __iter__(self) -> Iterator[Any]:
+        for row in self.rows:
+            with open(row[self.rank :: 2]) as lines:
+                yield from lines
+
+
+def test_what_is_chosen_of_each_item_of_a_loop_does_not_end_with_it() -> None:
+    data = Cut([])
+    assert told(DataLoader(data)) == ""
 
 
 class Chosen(Found):
@@ -316,6 +373,192 @@ def test_indices_that_a_loader_was_given_decide_and_not_its_data(sampler: Any) -
 def test_the_iteration_of_what_is_read_by_index_is_not_asked() -> None:
     data = Numbers()  # <- numbers
     assert told(DataLoader(data)) == place("numbers", "test_the_iteration_of_what_is_read_by_index_is_not_asked")
+
+
+class Shared(Dataset[Any]):
+    def __init__(self, names: list[str], rank: int) -> None:
+        self.names = names[rank::2]  # <- shared
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __getitem__(self, index: int) -> str:
+        return self.names[index]
+
+
+class Kept(Shared):
+    """Its length is computed once, from what is held under two other names."""
+
+    def __init__(self, names: list[str], rank: int) -> None:
+        super().__init__(names, rank)
+        self.all = self.rows
+        self.count = len(self.all)
+
+    @property
+    def rows(self) -> list[str]:
+        return self.names
+
+    def __len__(self) -> int:
+        return self.count
+
+
+class Pairs(Shared):
+    """How many there are follows from the names and something else."""
+
+    def __len__(self) -> int:
+        return len(self.names) // self.size
+
+    size = 2
+
+
+class Directly(Shared):
+    def __init__(self, names: list[str], rank: int) -> None:
+        self.all, self.rank = names, rank
+
+    def __len__(self) -> int:
+        return len(self.all[self.rank :: 2])  # <- directly
+
+    def __getitem__(self, index: int) -> str:
+        return self.all[index]
+
+
+NAMES = ["a", "b", "c", "d", "e"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "mark", "function"),
+    [(Shared, "shared", "__init__"), (Kept, "shared", "__init__"), (Directly, "directly", "__len__")],
+)
+def test_data_that_is_read_by_index_is_as_long_as_what_it_has(kind: Any, mark: str, function: str) -> None:
+    assert told(DataLoader(kind(NAMES, 1))) == place(mark, function)
+    assert told(DataLoader(kind(NAMES, 1), shuffle=True)) == place(mark, function)
+
+
+def test_a_length_that_is_computed_is_not_followed() -> None:
+    data = Pairs(NAMES, 1)  # <- pairs
+    assert told(DataLoader(data)) == place("pairs", "test_a_length_that_is_computed_is_not_followed")
+
+
+def test_data_of_which_a_sampler_takes_as_much_as_it_is_told_does_not_decide() -> None:
+    data = Shared(NAMES, 1)  # <- sampled
+    name = "test_data_of_which_a_sampler_takes_as_much_as_it_is_told_does_not_decide"
+    assert told(DataLoader(data, sampler=RandomSampler(data, num_samples=3))) == place("sampled", name)
+    assert told(DataLoader(data, sampler=RandomSampler([1, 2]))) == place("sampled", name)
+
+
+class Labelled(Numbers):
+    """It only holds what it was given, in another form."""
+
+    def __init__(self, names: list[str]) -> None:
+        self.names = [name.upper() for name in names]
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+
+def test_data_that_it_was_given_is_made_elsewhere() -> None:
+    data = Labelled(NAMES[1:])  # <- labelled
+    assert told(DataLoader(data)) == place("labelled", "test_data_that_it_was_given_is_made_elsewhere")
+
+
+class Turns(Sampler[list[int]]):
+    """Its batches are asked for by a property; what it yields is not told by one line."""
+
+    def __init__(self, count: int, rank: int) -> None:
+        self.batches, self.rank = [[index] for index in range(count)], rank
+
+    @property
+    def own(self) -> list[list[int]]:
+        return self.batches[self.rank :: 2]  # <- turns
+
+    def __len__(self) -> int:
+        return len(self.own)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(self.own)
+
+
+class Doubtful(Turns):
+    def __iter__(self) -> Iterator[list[int]]:
+        yield from self.batches[self.rank :: 2]
+        yield from self.batches[:1]
+
+
+def test_the_properties_of_a_sampler_are_followed() -> None:
+    assert told(DataLoader(Numbers(), batch_sampler=Turns(9, 1))) == place("turns", "own")
+
+
+class Budget(Sampler[list[int]]):
+    """Its batches are filled up; the line where they are still empty decides nothing."""
+
+    def __init__(self, sizes: list[int]) -> None:
+        self.batches: list[list[int]] = [[]]
+        for index, size in enumerate(sizes):
+            if size > SIZE:
+                self.batches.append([])
+            self.batches[-1].append(index)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(self.batches)
+
+
+class Extended(Turns):
+    """What its batches are at first is not what they are in the end."""
+
+    def __init__(self, count: int, rank: int) -> None:
+        self.kept = [[index] for index in range(rank, count, 2)]
+        if count % 2:
+            self.kept.append([0])
+
+    @property
+    def own(self) -> list[list[int]]:
+        return self.kept
+
+
+class Collected(Budget):
+    def __init__(self, sizes: list[int]) -> None:
+        batches: list[list[int]] = [[]]
+        for index, size in enumerate(sizes):
+            if size > SIZE:
+                batches.append([])
+            batches[-1].append(index)
+        self.collected = batches
+
+    def __len__(self) -> int:
+        return len(self.collected)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for batch in self.collected:
+            if batch:
+                yield batch
+
+
+@pytest.mark.parametrize("sampler", [Budget([1, 5]), Collected([1, 5]), Extended(9, 1)])
+def test_what_is_filled_up_later_is_not_made_where_it_is_empty(sampler: Any) -> None:
+    loader = DataLoader(Numbers(), batch_sampler=sampler)
+    assert told(loader, by_length=True) == ""
+    assert isinstance(sampler, Collected) or told(loader) == ""
+
+
+def test_what_was_given_is_not_looked_for_before_it_is_read() -> None:
+    """The line that makes the data is told as such."""
+    data = Labelled(NAMES[1:])
+    assert told(DataLoader(data), by_length=True) == ""
+
+
+def test_what_has_not_been_read_is_as_long_as_it_says() -> None:
+    loader = DataLoader(Numbers(), batch_sampler=Doubtful(9, 1))
+    assert told(loader) == ""
+    assert told(loader, by_length=True) == place("turns", "own")
+
+
+def test_loaders_that_other_lines_decide_have_none_together() -> None:
+    one, other = DataLoader(Shared(NAMES, 1)), DataLoader(Filtered([]))
+    assert data_line(None, "train_dataloader", None, [one, one]) == place("shared", "__init__")
+    assert data_line(None, "train_dataloader", None, [one, other]) == ""
 
 
 class Moved(DataLoader[Any]):

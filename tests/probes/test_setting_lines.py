@@ -174,6 +174,45 @@ def main(rank):
     first = Trainer(max_steps=count(rank))  # here
     return Trainer(max_steps=count(rank) + 1).fit()  # here
 """
+BY_A_VARIABLE = """
+def main(rank):
+    found = count(rank)  # here
+    steps = found
+    return Trainer(max_steps=steps).fit()
+"""
+BY_A_VARIABLE_OF_A_CALLER = """
+def train(limit):
+    steps = limit
+    return Trainer(max_steps=steps).fit()
+
+def main(rank):
+    steps = count(rank)  # here
+    return train(steps)
+"""
+BY_A_VARIABLE_WITH_TWO_VALUES = """
+def main(rank):
+    steps = count(rank)
+    if rank > 3:
+        steps = 2
+    return Trainer(max_steps=steps).fit()  # here
+"""
+BY_A_VARIABLE_THAT_CHANGES = """
+def main(rank):
+    steps = count(rank)
+    steps += 1
+    return Trainer(max_steps=steps).fit()  # here
+"""
+BY_THE_VARIABLE_OF_A_LOOP = """
+def main(rank):
+    for steps in (4, 5):
+        trainer = Trainer(max_steps=steps)  # here
+    return trainer.fit()
+"""
+BY_A_PART = """
+def main(rank):
+    epochs, steps = count(rank), count(rank)  # here
+    return Trainer(max_steps=steps).fit()
+"""
 CONSTANT = """
 def main(rank):
     return Trainer(max_steps=-1).fit()
@@ -226,6 +265,8 @@ def main(rank):
         *(BY_A_HELPER_BEFORE, PASSED_ON_BY_POSITION, PASSED_ON_BY_A_LIBRARY),
         *(CALLED_TWICE, BY_A_DICTIONARY, BY_A_KEY, A_DICTIONARY_OF_OTHERS, OF_THE_MODEL, TWO_TRAINERS, CONSTANT, QUICK),
         *(ASSIGNED_UNDER_A_CONDITION, OF_A_CALLBACK, OWN_ATTRIBUTE),
+        *(BY_A_VARIABLE, BY_A_VARIABLE_OF_A_CALLER, BY_A_VARIABLE_WITH_TWO_VALUES, BY_THE_VARIABLE_OF_A_LOOP),
+        *(BY_A_VARIABLE_THAT_CHANGES, BY_A_PART),
     ],
 )
 def test_lines_that_give_the_trainer_a_setting(source: str, tmp_path: Path) -> None:
@@ -259,13 +300,18 @@ def train(ckpt_path):
 def main(rank):
     return train(ckpt_path=count(rank))  # here
 """
+RESUMED_FROM_WHAT_WAS_FOUND = """
+def main(rank):
+    latest = max(range(count(rank)), default=None)  # here
+    return Trainer().fit(ckpt_path=latest)
+"""
 NOT_RESUMED = """
 def main(rank):
     return Trainer().fit(ckpt_path=None)
 """
 
 
-@pytest.mark.parametrize("source", [RESUMED, RESUMED_BY_A_HELPER, NOT_RESUMED])
+@pytest.mark.parametrize("source", [RESUMED, RESUMED_BY_A_HELPER, RESUMED_FROM_WHAT_WAS_FOUND, NOT_RESUMED])
 def test_the_checkpoint_is_that_of_the_call_under_way(source: str, tmp_path: Path) -> None:
     found = run(source, tmp_path, of_settings)
     for name in ("first epoch", "first step", "ckpt_path"):

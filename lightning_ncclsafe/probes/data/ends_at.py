@@ -1,38 +1,42 @@
-"""The line of the user's code that decides how many batches a loader has: for an uneven end, when it has come.
+"""The line of the user's code that decides which data a loader has, or how many batches of it.
 
 For an iterable or a sampler of the user's own, that is where its ``__iter__`` yields: the loop, or the condition in it.
-If that only hands on what the object was given, and for all other data, it is where the data is made.
+For data that is read by index, it is what ``__len__`` returns the length of. If that only hands on what the object was
+given, and for all other data, it is where the data is made.
 """
 
 import ast
+import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import cached_property
 from types import FrameType, GeneratorType
 from typing import Any, NamedTuple
 
 from lightning_ncclsafe.code.side_thread import SideThread
 from lightning_ncclsafe.facts import Branch, Decides
-from lightning_ncclsafe.probes.data.made_at import chooses, function_called, made_at_by, place_of
-from lightning_ncclsafe.probes.data.reading import is_indices, is_iterable, plain_attribute
+from lightning_ncclsafe.probes.data.made_at import chooses, function_called, made_at, place_of
+from lightning_ncclsafe.probes.data.reading import goes_through_all, is_indices, is_iterable, plain_attribute
 from lightning_ncclsafe.probes.process.stacks import is_own_file
-from lightning_ncclsafe.probes.source.assignments import Given, only_assignment, variable
+from lightning_ncclsafe.probes.source.assignments import Given, methods_of, only_assignment, returned, variable
 from lightning_ncclsafe.probes.source.rank_names import RANK_WORDS
 from lightning_ncclsafe.probes.source.scopes import Scope, scope_of
 from lightning_ncclsafe.probes.source.syntax import COMPREHENSIONS, LOOPS, is_of_self, name_of
 
-# The other ranks wait while one reads the source.
+# All ranks wait while one reads the source, which may be on storage that hangs.
 _MOST_S = 2.0
 _MOST_CALLS = 4
 _MOST_NAMES = 8
 _DECIDE = (Decides.RANK, Decides.VALUE, Decides.EXCEPTION)
 _WORKER = re.compile(r"\b(?:worker|worker_info|worker_id|num_workers|num_replicas)\b")
-_reading = SideThread("ncclsafe-ends")
+_FILLING = ("append", "extend", "insert", "add", "update", "setdefault", "pop", "remove", "discard", "clear")
+_reading = SideThread("ncclsafe-source")
 
 
-# What stands in place of an attribute's name: for a parameter of the function, what its base gives, several of them.
-_PARAMETER, _BASE, _SEVERAL = "()", "super()", "*"
+# What stands in place of an attribute's name: a parameter of the function, what its base gives, several of them, and
+# what the object was given.
+_PARAMETER, _BASE, _SEVERAL, _GIVEN = "()", "super()", "*", "__init__()"
 _Loop = ast.For | ast.AsyncFor | ast.While
 _YIELDS = (ast.Yield, ast.YieldFrom)
 
@@ -42,7 +46,7 @@ class _DataEnd(NamedTuple):
 
     Attributes:
         place: The line, ``"file:line in __iter__"``.
-        given: The attribute of ``self`` whose items it only hands on.
+        given: The attribute of ``self`` whose items it only hands on, or one of the names above.
     """
 
     place: str = ""
@@ -52,35 +56,48 @@ class _DataEnd(NamedTuple):
 _UNKNOWN = _DataEnd()
 
 
-def data_ends_at(loader: Any, given: Any, hook: str, frame: FrameType | None) -> str:
-    """Where it is decided how many batches a loader has: ``"file:line in function"``; empty if that is not known.
+def data_line(
+    given: Any, hook: str, frame: FrameType | None, loaders: Sequence[Any] = (), *, by_length: bool = False
+) -> str:
+    """Where it is decided which data a stage has, or how many batches: ``"file:line in function"``; empty if unknown.
 
     Does not raise, and waits for no longer than 2 s.
 
     Args:
-        loader: The loader as Lightning iterates it.
         given: What has the hook, or the loaders themselves.
         hook: The stage: ``"train_dataloader"``, ….
         frame: The innermost frame of the thread that runs the Trainer.
+        loaders: The loaders, as Lightning iterates them, whose numbers of batches are asked about; the line is one of
+            all of them. None where the question is which data it is.
+        by_length: Whether nothing of them has been read yet, and the number of batches is the loader's length. Then
+            the line is one of the loader's own objects, and none where those only have what they were given.
     """
+
+    def search() -> str:
+        if not loaders:
+            return made_at(given, hook, frame)
+        lines = {_ends_at(one, given, hook, frame, by_length) for one in loaders}
+        return lines.pop() if len(lines) == 1 else ""
+
     with suppress(Exception):  # not essential, whatever the user's objects and files do
-        return _reading.call(partial(_ends_at, loader, given, hook, frame), _MOST_S)
+        return _reading.call(search, _MOST_S)
     return ""
 
 
-def _ends_at(loader: Any, given: Any, hook: str, frame: FrameType | None) -> str:
+def _ends_at(loader: Any, given: Any, hook: str, frame: FrameType | None, by_length: bool) -> str:
     loader = plain_attribute(loader, "wrapped_loader") or loader
     for one in _iterated(loader):
         if one is not loader and is_indices(one):
             return ""  # they decide, wherever they are made
-        scope, owner = _iter_of(one), type(one)
-        found = _of_function(scope, owner, _MOST_CALLS) if scope.file else _DataEnd(given=_BASE)
-        if found.given != _BASE:
-            made = only_assignment(found.given, owner) if found.given else None
-            if made is None or not _is_parameter(made):
-                return found.place or place_of(made, owner)
+        found = _of_object(one, by_length)
+        if found.given not in (_BASE, _GIVEN):
+            return found.place
+        if found.given == _GIVEN:
             break
-    return made_at_by(given, hook, loader, frame)
+    else:
+        if place := _of_indexed(loader):
+            return place
+    return "" if by_length else made_at(given, hook, frame, loader)
 
 
 def _iterated(loader: Any) -> Iterator[Any]:
@@ -93,12 +110,76 @@ def _iterated(loader: Any) -> Iterator[Any]:
         yield dataset
 
 
-def _iter_of(one: Any) -> Scope:
-    """The function that an object is iterated by, if it is the user's; that of a loader may be replaced by ours."""
-    if isinstance(one, GeneratorType):
-        return scope_of(one.gi_code)
-    defined = (vars(kind)["__iter__"] for kind in type(one).__mro__ if "__iter__" in vars(kind))
+def _of_object(one: Any, by_length: bool) -> _DataEnd:
+    """What decides how often an object yields; what its base gives if its class is not the user's."""
+    length = _of_length(_method_of(type(one), "__len__") if by_length else Scope())
+    if length != _UNKNOWN:
+        return _followed(length, type(one))
+    scope = scope_of(one.gi_code) if isinstance(one, GeneratorType) else _method_of(type(one), "__iter__")
+    return _followed(_of_function(scope, type(one), _MOST_CALLS), type(one)) if scope.file else _DataEnd(given=_BASE)
+
+
+def _of_indexed(loader: Any) -> str:
+    """The line that decides how many samples there are, if all of them are read, by index; empty if it is unknown."""
+    dataset, batches = plain_attribute(loader, "dataset"), plain_attribute(loader, "batch_sampler")
+    sampler = plain_attribute(batches, "sampler")
+    if not goes_through_all(sampler if sampler is not None else plain_attribute(loader, "sampler"), dataset):
+        return ""
+    return _followed(_of_length(_method_of(type(dataset), "__len__")), type(dataset)).place
+
+
+def _method_of(kind: type, name: str) -> Scope:
+    """A method of an object, if it is the user's; those of a loader may be replaced by ours."""
+    defined = (vars(base)[name] for base in kind.__mro__ if name in vars(base))
     return scope_of(next((one for one in defined if not _is_ours(one)), None))
+
+
+def _of_length(scope: Scope) -> _DataEnd:
+    """What a function returns the length of; unknown if it computes the length."""
+    made = returned(scope)
+    if made is None:
+        return _UNKNOWN
+    value = made.value
+    if isinstance(value, ast.Call) and name_of(value.func) == "len" and value.args:
+        value = value.args[0]
+    found = _handed_on(value, scope, made.line)
+    if found is None and value is not None and (_is_about_rank(value) or _slices(value)):
+        return _DataEnd(scope.place(made.line))
+    return found or _UNKNOWN
+
+
+def _followed(found: _DataEnd, owner: type) -> _DataEnd:
+    """The same once attributes and properties of the class that only hold something are followed to what they hold."""
+    for _ in range(_MOST_NAMES):
+        if found.given in ("", _BASE, _PARAMETER):
+            return found
+        if (getter := _getter(owner, found.given)) is not None:
+            found = _of_function(getter, owner, _MOST_CALLS)
+            continue
+        made = only_assignment(found.given, owner)
+        if made is None or _is_filled(found.given, owner):
+            break
+        held = None if made.is_part else _handed_on(made.value, made.scope, made.line)
+        if _is_parameter(made) or held == _DataEnd(given=_PARAMETER):
+            return _DataEnd(given=_GIVEN)
+        if held is None or held.given in ("", _BASE):
+            return _DataEnd(place_of(made, owner))
+        found = held
+    return _UNKNOWN
+
+
+def _is_filled(name: str, owner: type) -> bool:
+    """Whether a method of a class adds to an attribute, or takes from it."""
+    calls = (call for method in methods_of(owner).values() for call in method.calls(_FILLING))
+    filled = (call.func.value for call in calls if isinstance(call.func, ast.Attribute))
+    return any(is_of_self(one) and one.attr == name for one in filled)
+
+
+def _getter(owner: type, name: str) -> Scope | None:
+    """The function behind a property of a class; None for any other attribute."""
+    found = inspect.getattr_static(owner, name, None)
+    function = found.fget if isinstance(found, property) else found.func if isinstance(found, cached_property) else None
+    return None if function is None else scope_of(function)
 
 
 def _is_ours(function: Any) -> bool:
@@ -119,23 +200,39 @@ def _of_function(scope: Scope, owner: type, calls: int) -> _DataEnd:
 
 def _of_yield(node: ast.Yield | ast.YieldFrom, scope: Scope, owner: type, calls: int) -> _DataEnd | None:
     """What decides how often it yields; None if it does once at most, or equally often on all ranks."""
-    loop, outer, inner = _around(node, scope)
-    conditions = outer
-    if isinstance(node, ast.YieldFrom):
+    loops, outer, inner = _around(node, scope)
+    loop, conditions = loops[-1] if loops else None, outer
+    # Equally many on all ranks are as one: the loop decides how often.
+    if isinstance(node, ast.YieldFrom) and not (loops and _is_common(node.value)):
         found, conditions = _of_items(node.value, node.lineno, scope, owner, calls), [*outer, *inner]
+        found = _with_loops(found, loops, scope, owner, calls)
     elif inner and (loop is not None or _is_in_loop(node, scope)):
         is_split = loop is not None and _splits(_looped_over(loop), scope)
         return _UNKNOWN if outer or is_split else _only_line(inner, scope)
     elif loop is None:
         return None
-    elif isinstance(loop, ast.While):
-        found = _DataEnd(scope.place(loop.lineno))
     else:
-        found = _of_items(loop.iter, loop.lineno, scope, owner, calls)
+        found = _with_loops(_of_loop(loop, scope, owner, calls), loops[:-1], scope, owner, calls)
     if not conditions:
         return found
     # What is handed on is chosen by the condition around it; otherwise both decide.
     return _only_line(conditions, scope) if found.given else _UNKNOWN
+
+
+def _of_loop(loop: _Loop, scope: Scope, owner: type, calls: int) -> _DataEnd:
+    if isinstance(loop, ast.While):
+        return _DataEnd(scope.place(loop.lineno))
+    return _of_items(loop.iter, loop.lineno, scope, owner, calls)
+
+
+def _with_loops(found: _DataEnd, loops: list[_Loop], scope: Scope, owner: type, calls: int) -> _DataEnd:
+    """What decides if these loops are around: they do as well, unless they only have what the object was given."""
+    own = _followed(found, owner)
+    each = {own, *(_followed(_of_loop(one, scope, owner, calls), owner) for one in loops)}
+    decide = {one for one in each if one.given not in (_GIVEN, _PARAMETER)}
+    if decide <= {own}:
+        return found
+    return decide.pop() if len(decide) == 1 else _UNKNOWN
 
 
 def _only_line(branches: list[Branch], scope: Scope) -> _DataEnd:
@@ -143,15 +240,15 @@ def _only_line(branches: list[Branch], scope: Scope) -> _DataEnd:
     return _DataEnd(scope.place(lines.pop())) if len(lines) == 1 else _UNKNOWN
 
 
-def _around(node: ast.AST, scope: Scope) -> tuple[_Loop | None, list[Branch], list[Branch]]:
-    """The innermost loop around it whose passes may differ between ranks, and the branches around and in that loop."""
+def _around(node: ast.AST, scope: Scope) -> tuple[list[_Loop], list[Branch], list[Branch]]:
+    """The loops around it whose passes may differ between ranks, and the branches around and in the innermost one."""
     branches = scope.branches_around(getattr(node, "lineno", 0))
     loops = {one.lineno: one for one in scope.nodes if isinstance(one, LOOPS)}
     differing = (one for one in branches if one.on is Decides.PASSES and one.line in loops)
     passes = [one for one in differing if not _is_common(_looped_over(loops[one.line]))]
     after = branches.index(passes[-1]) + 1 if passes else 0
     outer, inner = ([one for one in part if one.on in _DECIDE] for part in (branches[:after], branches[after:]))
-    return loops[passes[-1].line] if passes else None, outer, inner
+    return [loops[one.line] for one in passes], outer, inner
 
 
 def _is_in_loop(node: ast.AST, scope: Scope) -> bool:
@@ -169,26 +266,28 @@ def _of_items(items: ast.expr | None, line: int, scope: Scope, owner: type, call
         called = function_called(value, scope, owner) if isinstance(value, ast.Call) and calls else None
         if called is not None and any(isinstance(node, _YIELDS) for node in called.nodes):
             found = _of_function(called, owner, calls - 1)
-            return found if found.given != _PARAMETER else _DataEnd(given=_handed_on(value, scope, here))
+            return found if found.given != _PARAMETER else _handed_on(value, scope, here) or _UNKNOWN
         if isinstance(value, ast.Call) and name_of(value.func) == "iter" and value.args:
             value = value.args[0]
-        elif isinstance(value, ast.Name) and not _handed_on(value, scope, here):
+        elif isinstance(value, ast.Name) and _handed_on(value, scope, here) is None:
             made = variable(value.id, Given(None, scope, here))
             if made is None or made.value is None or made.is_part or made.scope != scope:
                 return _UNKNOWN
             here, value = made.line, made.value
         else:
             break
-    attribute = _handed_on(value, scope, here)
-    return _DataEnd(given=attribute) if attribute else _DataEnd(scope.place(here))
+    return _handed_on(value, scope, here) or _DataEnd(scope.place(here))
 
 
-def _handed_on(value: ast.expr | None, scope: Scope, line: int, names: int = _MOST_NAMES) -> str:
-    """The attribute of ``self``, or a parameter, whose items an expression hands on as they are; empty for none."""
+def _handed_on(value: ast.expr | None, scope: Scope, line: int, names: int = _MOST_NAMES) -> _DataEnd | None:
+    """What an expression hands on as it is: an attribute of ``self``, a parameter, or what the loop around it has.
+
+    None if it does more than that.
+    """
     if value is None or _is_about_rank(value):
-        return ""
+        return None
     if is_of_self(value):
-        return value.attr
+        return _DataEnd(given=value.attr)
     if isinstance(value, ast.Name):
         return _handed_on_by_name(value, scope, line, names)
     if isinstance(value, COMPREHENSIONS) and len(value.generators) == 1 and not value.generators[0].ifs:
@@ -196,51 +295,72 @@ def _handed_on(value: ast.expr | None, scope: Scope, line: int, names: int = _MO
     if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Mult) and _is_common(value.right):
         return _handed_on(value.left, scope, line, names)
     is_plain = isinstance(value, ast.Call) and not chooses(value)
-    return _handed_on_by_call(value, scope, line, names) if isinstance(value, ast.Call) and is_plain else ""
+    return _handed_on_by_call(value, scope, line, names) if isinstance(value, ast.Call) and is_plain else None
 
 
-def _handed_on_by_call(value: ast.Call, scope: Scope, line: int, names: int) -> str:
+def _handed_on_by_call(value: ast.Call, scope: Scope, line: int, names: int) -> _DataEnd | None:
     if name_of(value.func) == "super":
-        return _BASE
+        return _DataEnd(given=_BASE)
     parts = [*value.args[name_of(value.func) == "map" :], *(one.value for one in value.keywords)]
     if isinstance(value.func, ast.Attribute) and not _is_imported(value.func.value, scope, line):
         parts.insert(0, value.func.value)
     handed = {_handed_on(one, scope, line, names) for one in parts if not _is_common(one)}
-    return "" if "" in handed or not handed else handed.pop() if len(handed) == 1 else _SEVERAL
+    if None in handed or not handed:
+        return None
+    return handed.pop() if len(handed) == 1 else _DataEnd(given=_SEVERAL)
 
 
-def _handed_on_by_name(value: ast.Name, scope: Scope, line: int, names: int) -> str:
+def _handed_on_by_name(value: ast.Name, scope: Scope, line: int, names: int) -> _DataEnd | None:
     name = value.id
     if scope.passes_on(value):
-        return _PARAMETER if name != "self" else ""
-    for loop in scope.each(ast.For):
-        targets = {part.id for part in ast.walk(loop.target) if isinstance(part, ast.Name)}
-        if name in targets and loop.lineno < line <= (loop.end_lineno or 0):
-            return _handed_on(loop.iter, scope, loop.lineno, names)
+        return _DataEnd(given=_PARAMETER) if name != "self" else None
+    for block in (one for one in scope.nodes if isinstance(one, (ast.For, ast.With))):
+        if (source := _bound_to(name, block)) is not None and block.lineno < line <= (block.end_lineno or 0):
+            found = _handed_on(source, scope, block.lineno, names)
+            # Whatever is read for each item of a loop, the loop decides how often that is.
+            return found or (_DataEnd(scope.place(block.lineno)) if isinstance(block, ast.For) else None)
     made = variable(name, Given(None, scope, line))
     if not names or made is None or made.is_part:
-        return _SEVERAL
-    return _handed_on(made.value, scope, made.line, names - 1) if made.scope == scope else ""
+        return _DataEnd(given=_SEVERAL)
+    return _handed_on(made.value, scope, made.line, names - 1) if made.scope == scope else None
+
+
+def _bound_to(name: str, block: ast.For | ast.With) -> ast.expr | None:
+    """What a ``for`` or ``with`` statement gives to a variable, or takes it from; None if it does not."""
+    bound: list[tuple[ast.expr | None, ast.expr]] = (
+        [(block.target, block.iter)]
+        if isinstance(block, ast.For)
+        else [(item.optional_vars, item.context_expr) for item in block.items]
+    )
+    is_it = (
+        (source, any(isinstance(part, ast.Name) and part.id == name for part in ast.walk(target)))
+        for target, source in bound
+        if target is not None
+    )
+    return next((source for source, found in is_it if found), None)
 
 
 def _is_imported(value: ast.expr, scope: Scope, line: int) -> bool:
     """Whether it is a module, or a part of one, as far as the source shows."""
-    while isinstance(value, ast.Attribute):
-        value = value.value
-    if not isinstance(value, ast.Name):
+    root = value
+    while isinstance(root, ast.Attribute):
+        root = root.value
+    if not isinstance(root, ast.Name):
         return False
-    made = variable(value.id, Given(None, scope, line))
-    return value.id == "self" and not is_of_self(value) if made is None else made.value is None
+    made = variable(root.id, Given(None, scope, line))
+    return root.id == "self" and root is value if made is None else made.value is None
 
 
 def _is_common(value: ast.expr) -> bool:
-    """Whether an expression is made of constants, as far as its names tell: the same on all ranks."""
+    """Whether an expression is made of constants, as far as its names tell: the same, or as long, on all ranks."""
     if isinstance(value, ast.Constant):
         return True
     if isinstance(value, (ast.Name, ast.Attribute)):
         return name_of(value).isupper() and not _is_about_rank(value)
     if isinstance(value, ast.BinOp):
         return _is_common(value.left) and _is_common(value.right)
+    if isinstance(value, COMPREHENSIONS):
+        return all(_is_common(one.iter) and not one.ifs for one in value.generators)
     return isinstance(value, ast.Call) and name_of(value.func) == "range" and all(map(_is_common, value.args))
 
 

@@ -7,15 +7,11 @@ executed, and where several lines may have made a value, none of them is named.
 
 import ast
 import inspect
-import sys
 from collections.abc import Iterator
-from contextlib import suppress
-from functools import partial
 from types import CodeType, FrameType
 from typing import Any
 
 from lightning_ncclsafe.code.libraries import TRAINER_CALL, TRAINER_RUN
-from lightning_ncclsafe.code.side_thread import SideThread
 from lightning_ncclsafe.probes.data.reading import plain_attribute
 from lightning_ncclsafe.probes.process.stacks import is_user_code
 from lightning_ncclsafe.probes.source.assignments import (
@@ -30,8 +26,6 @@ from lightning_ncclsafe.probes.source.assignments import (
 from lightning_ncclsafe.probes.source.scopes import Scope, scope_of, scopes_of
 from lightning_ncclsafe.probes.source.syntax import first_line, is_of_self, last_line, name_of
 
-# All ranks wait while one reads the source, which may be on storage that hangs.
-_MOST_S = 2.0
 _MOST_STEPS = 16
 _MOST_CALLS = 4
 _MOST_FRAMES = 200
@@ -55,41 +49,21 @@ _CHOOSING = frozenset(
     )
 )
 _GENERATED = (ast.ListComp, ast.SetComp, ast.GeneratorExp)
-_reading = SideThread("ncclsafe-source")
 
 
-def data_made_at(given: Any, hook: str) -> str:
-    """Where the data of a stage is made: ``"file:line in function"``; empty if the source does not show it in time.
-
-    To be called below the Trainer's method, as the loaders may be an argument of that. Does not raise.
+def made_at(given: Any, hook: str, frame: FrameType | None, loader: Any = None) -> str:
+    """Where the data of a stage is made: ``"file:line in function"``; empty if the source does not show it; may raise.
 
     Args:
         given: What has the hook, or the loaders themselves.
         hook: ``"train_dataloader"``, ``"val_dataloader"``, ….
-    """
-    with suppress(Exception):  # not essential, whatever the user's objects and files do
-        if (code := _code_of_hook(given, hook)) is not None:
-            return _reading.call(partial(_of_hook, code, type(given)), _MOST_S)
-        frame = _caller_of_trainer(sys._getframe(1))
-        if frame is not None:
-            call = partial(_of_argument, frame.f_code, frame.f_lineno or 0, _owner_in(frame), hook)
-            return _reading.call(call, _MOST_S)
-    return ""
-
-
-def made_at_by(given: Any, hook: str, loader: Any, frame: FrameType | None) -> str:
-    """The same for one loader of a stage, from any thread, without a deadline; may raise.
-
-    Args:
-        given: What has the hook, or the loaders themselves.
-        hook: ``"train_dataloader"``, ….
-        loader: The loader as Lightning iterates it.
-        frame: The innermost frame of the thread that runs the Trainer.
+        frame: The innermost frame of the thread that runs the Trainer: the loaders may be an argument of that.
+        loader: One loader of the stage, as Lightning iterates it, if it is about that one.
     """
     if (code := _code_of_hook(given, hook)) is not None:
-        return _of_hook(code, type(given))
+        return place_of(returned(scope_of(code)), type(given))
     outside = _caller_of_trainer(frame)
-    return _of_local(loader, outside) or (_of_call(outside, hook) if outside is not None else "")
+    return _of_local(loader, outside) or (_of_argument(outside, hook) if outside is not None else "")
 
 
 def _code_of_hook(given: Any, hook: str) -> CodeType | None:
@@ -98,21 +72,13 @@ def _code_of_hook(given: Any, hook: str) -> CodeType | None:
     return code if isinstance(code, CodeType) else None
 
 
-def _of_hook(code: CodeType, owner: type) -> str:
-    return place_of(returned(scope_of(code)), owner)
-
-
-def _of_call(frame: FrameType, hook: str) -> str:
-    return _of_argument(frame.f_code, frame.f_lineno or 0, _owner_in(frame), hook)
-
-
 def _owner_in(frame: FrameType) -> type | None:
     own = frame.f_locals.get("self")
     return None if own is None else type(own)
 
 
-def _of_argument(code: CodeType, line: int, owner: type | None, hook: str) -> str:
-    return place_of(_argument(scope_of(code), line, hook), owner)
+def _of_argument(frame: FrameType, hook: str) -> str:
+    return place_of(_argument(scope_of(frame.f_code), frame.f_lineno or 0, hook), _owner_in(frame))
 
 
 def _of_local(loader: Any, frame: FrameType | None) -> str:

@@ -8,7 +8,14 @@ from collections.abc import Callable, Iterator
 from itertools import groupby
 from typing import Any, TypeVar
 
-from torch.utils.data import IterableDataset, SubsetRandomSampler, WeightedRandomSampler
+from torch.utils.data import (
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from lightning_ncclsafe.probes.process.stacks import is_user_code
 
@@ -21,6 +28,8 @@ _LARGEST = (1 << 63) - 1
 _MOST_DATASETS = 256
 _MOST_LEVELS = 16
 _MOST_NAMES = 32
+# Those whose samplers are known.
+_LIBRARIES = ("torch", "lightning", "pytorch_lightning")
 # Its own module names, not "datasets.": many projects keep a package of that name.
 _HUGGING_FACE = {"datasets.arrow_dataset": "Dataset", "datasets.iterable_dataset": "IterableDataset"}
 
@@ -151,6 +160,14 @@ def is_iterable(dataset: Any) -> bool:
 def is_indices(sampler: Any) -> bool:
     """Whether a sampler consists of the indices that it was given."""
     return isinstance(sampler, (list, tuple, range, SubsetRandomSampler, WeightedRandomSampler))
+
+
+def goes_through_all(sampler: Any, dataset: Any) -> bool:
+    """Whether a sampler gives as many indices as the dataset has samples, or this rank's share of them."""
+    is_known = type(sampler).__module__.partition(".")[0] in _LIBRARIES
+    is_whole = isinstance(sampler, (SequentialSampler, RandomSampler, DistributedSampler))
+    of_it = any(plain_attribute(sampler, name) is dataset for name in ("data_source", "dataset"))
+    return is_known and is_whole and of_it and plain_attribute(sampler, "_num_samples") is None
 
 
 def hugging_face(dataset: Any) -> str:

@@ -9,7 +9,9 @@ from functools import partial
 from typing import NamedTuple
 
 from lightning_ncclsafe.probes.source.scopes import Scope, methods_in
-from lightning_ncclsafe.probes.source.syntax import FUNCTIONS, is_of_self
+from lightning_ncclsafe.probes.source.syntax import FUNCTIONS, is_of_self, name_of
+
+_COLLECTIONS = ("list", "dict", "set", "deque", "OrderedDict", "Counter")
 
 
 class Given(NamedTuple):
@@ -85,9 +87,16 @@ def _last(found: list[Given]) -> Given | None:
     last = found[-1]
     if last.is_part:
         return last
-    is_empty = isinstance(last.value, (ast.List, ast.Tuple)) and not last.value.elts
-    is_empty = is_empty or (isinstance(last.value, ast.Dict) and not last.value.keys)
-    return None if is_empty or isinstance(last.value, ast.Constant) else last
+    return None if _is_empty(last.value) or isinstance(last.value, ast.Constant) else last
+
+
+def _is_empty(value: ast.expr | None) -> bool:
+    """Whether it is an empty collection, or one of empty collections: ``[]``, ``[[]]``, ``dict()``."""
+    if isinstance(value, (ast.List, ast.Tuple)):
+        return all(map(_is_empty, value.elts))
+    if isinstance(value, ast.Dict):
+        return all(map(_is_empty, value.values))
+    return isinstance(value, ast.Call) and name_of(value.func) in _COLLECTIONS and not (value.args or value.keywords)
 
 
 def assignments(scope: Scope, is_it: Callable[[ast.AST | None], bool]) -> Iterator[Given]:

@@ -1,7 +1,8 @@
 """Lines of the user's source that give the Trainer a setting, where the setting may differ between ranks.
 
 These are arguments of the Trainer, also by way of the user's own functions and dictionaries, and assignments to its
-attributes. Nothing is executed. A value that a function only passes on is followed to the calls of this function.
+attributes. Nothing is executed. A value that a function only passes on is followed to the calls of this function, and a
+variable to its one assignment.
 """
 
 import ast
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 
 from lightning_ncclsafe.code.libraries import TRAINER
 from lightning_ncclsafe.probes.process.stacks import main_thread_frames
+from lightning_ncclsafe.probes.source.assignments import Given, assignments_of, variable
 from lightning_ncclsafe.probes.source.scopes import (
     MOST_PLACES,
     AttributeSet,
@@ -22,7 +24,7 @@ from lightning_ncclsafe.probes.source.scopes import (
     scopes_in,
     scopes_of,
 )
-from lightning_ncclsafe.probes.source.syntax import is_constant, last_line, name_of, source_text
+from lightning_ncclsafe.probes.source.syntax import LOOPS, is_constant, last_line, name_of, source_text
 
 # All ranks wait while one reads the source.
 _MOST_FILES = 8
@@ -144,7 +146,8 @@ class _Search:
                     and not is_constant(keyword.value, None)
                     and not one.scope.passes_on(keyword.value)
                 ):
-                    yield from ((name, one.scope.place(keyword.lineno)) for name in _START)
+                    places = [*self._origins(one.scope, keyword.value, keyword.lineno)]
+                    yield from ((name, place) for name in _START for place in places)
 
     def _given_in(self, scopes: list[Scope]) -> Iterator[tuple[str, str]]:
         for scope in scopes:
@@ -168,10 +171,15 @@ class _Search:
         return self._is_for_trainer(scope, _Set("", node.lineno, None, name_of(node.func)))
 
     def _origins(self, scope: Scope, value: ast.expr, line: int, depth: int = 0) -> Iterator[str]:
-        """The place of a value; if its function only passes it on, of what this one is given; none if unknown."""
+        """The place of a value, past names that only hold it.
+
+        If the function only passes it on, it is the place of what this one is given; none if that is unknown.
+        """
         parameter = scope.passes_on(value)
         if not parameter:
-            yield scope.place(line)
+            made = _held(value, scope, line) if depth < _MOST_CALLERS else None
+            found = [*self._origins(made.scope, made.value, made.line, depth + 1)] if made and made.value else []
+            yield from found or [scope.place(line)]
             return
         for caller, call in self._calls_of(scope) if depth < _MOST_CALLERS else ():
             given = _argument(call, scope, parameter)
@@ -189,6 +197,21 @@ class _Search:
         for caller, lines in callers:
             calls = (call for call in caller.calls([scope.name]) if call.lineno in lines)
             yield from ((caller, call) for call in calls if _is_call_of(call, scope))
+
+
+def _held(value: ast.expr, scope: Scope, line: int) -> Given | None:
+    """What a variable holds that is assigned once before a line; None for any other expression."""
+    made = variable(value.id, Given(None, scope, line)) if isinstance(value, ast.Name) else None
+    if made is None or not isinstance(value, ast.Name) or not _is_assigned_once(value.id, made.scope):
+        return None
+    return made
+
+
+def _is_assigned_once(name: str, scope: Scope) -> bool:
+    """Whether a function gives a variable one value, and not one after another in a loop."""
+    loops = {one.lineno for one in scope.nodes if isinstance(one, LOOPS)}
+    lines = [one.line for one in assignments_of(name, scope)]
+    return len(lines) == 1 and loops.isdisjoint(lines)
 
 
 def _entered_outside(trainer: Any) -> tuple[_Entered, ...]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning_ncclsafe.facts import Action, LoaderFacts, LoopEnd, Phase, Progress, StorageFacts, TrainerFacts
 from lightning_ncclsafe.facts.phase_kinds import FIRST_BATCH, PhaseKind, make_phase_kind
-from lightning_ncclsafe.probes.data.ends_at import data_ends_at
+from lightning_ncclsafe.probes.data.ends_at import data_line
 from lightning_ncclsafe.probes.host.resources import filesystem_of
 from lightning_ncclsafe.probes.process.stacks import training_thread
 from lightning_ncclsafe.probes.source.scopes import Scope, attributes_set, first_places, scopes_in, scopes_of
@@ -133,9 +133,9 @@ class TrainerProbe:
         for phase, loop in self._loops().items():
             source = getattr(loop, "_data_source", None)
             given, hook = getattr(source, "instance", None), getattr(source, "name", "")
-            lines = {data_ends_at(loader, given, hook, frame) for loader in _loaders_of(loop)}
-            if len(lines) == 1 and any(lines):
-                found[phase.value] = lines.pop()
+            loaders = _loaders_of(loop)
+            if loaders and (line := data_line(given, hook, frame, loaders)):
+                found[phase.value] = line
         return found
 
     def facts(self) -> TrainerFacts | None:
