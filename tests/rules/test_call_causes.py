@@ -260,6 +260,19 @@ def test_groups_of_other_members_under_one_number_are_made_by_their_members(
         assert "has the members ranks 0-1 on rank 1, ranks 2-3 on ranks 2-3; rank 0 still waits" in told.summary
 
 
+@pytest.mark.parametrize("is_of_all", [True, False], ids=["a call of all ranks", "a call of members"])
+def test_a_group_that_is_being_made_has_other_members_than_the_one_under_its_number(is_of_all: bool) -> None:
+    place = f"{scenes.USER_FILE}:22 in setup"
+    steps = StepFacts(groups_made=2, making=(0, 1), new_groups_at=(place,) if is_of_all else ())
+    makers = [replace(scenes.makes_group(GLOO, number, 2), steps=steps) for number in (0, 1)]
+    others = [replace(one, steps=StepFacts(groups_made=2)) for one in in_pairs(GLOO)[2:]]
+    told = found(job(*makers, *others)).get("crossed-groups")
+    assert (told is not None) is is_of_all
+    if told is not None:
+        assert (told.ranks, told.location, told.confidence) == ((0, 1, 2, 3), place, Confidence.LIKELY)
+        assert "ranks 0-1 still wait in new_group" in told.summary
+
+
 PAIR_CALL = Frame(file=f"{scenes.SITE}/torch/distributed/distributed_c10d.py", line=3000, function="all_reduce")
 
 

@@ -20,6 +20,7 @@ from lightning_ncclsafe.rules.kit import (
     circle_of_waits,
     clause,
     condition_evidence,
+    deepest_user_frame,
     finding,
     gathering_alone,
     group_waited_in,
@@ -28,6 +29,7 @@ from lightning_ncclsafe.rules.kit import (
     in_own_call,
     is_in,
     is_of_fsdp,
+    location_of,
     peer_waited_for,
     ranks_words,
     send_recv_pairs,
@@ -197,7 +199,14 @@ def _members_apart(view: Timeline, name: str, making: tuple[int, ...]) -> dict[t
     for rank, facts in sorted(view.facts.items()):
         for members in (group.ranks for group in facts.groups if group.name == name and group.ranks):
             apart[members].append(rank)
-    return {} if any(rank in making for ranks in apart.values() for rank in ranks) else apart
+    if any(rank in making for ranks in apart.values() for rank in ranks):
+        return {}
+    for rank in making:
+        steps, at = view.facts[rank].steps, location_of(deepest_user_frame(view.facts[rank].stack))
+        # A group that its members alone create has no number.
+        if rank in steps.making and at in steps.new_groups_at:
+            apart[tuple(sorted(steps.making))].append(rank)
+    return apart
 
 
 def _met_under_one_number(view: Timeline) -> tuple[str, tuple[int, ...], dict[tuple[int, ...], list[int]]] | None:
@@ -246,7 +255,7 @@ def _used_by_members(
 def _created_by_members(
     view: Timeline, making: tuple[int, ...], name: str, apart: Mapping[tuple[int, ...], Sequence[int]]
 ) -> Finding:
-    return _of_one_number(view, making, name, apart, f"{clause(making, 'still waits|still wait')} in new_group")
+    return _of_one_number(view, making, name, apart, f"{clause(making, 'still waits|wait')} in new_group")
 
 
 def _of_one_number(
