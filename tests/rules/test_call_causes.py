@@ -299,6 +299,14 @@ def test_ranks_that_have_met_others_under_the_number_of_their_group_wait_in_its_
     assert (told.rule, told.ranks, told.location) == ("crossed-groups", (0, 1, 2, 3), place)
     assert told.confidence is Confidence.LIKELY
     assert "ranks 0-1 on ranks 0-1, ranks 2-3 on ranks 2-3; ranks 2-3 wait in its first call" in told.summary
+    # One of each pair has got through, with one of the other pair.
+    first, second, _, fourth = in_pairs(GLOO)
+    of_second = replace(first.groups[1], ranks=(2, 3))
+    through = replace(second, rank=2, groups=(second.groups[0], of_second))
+    of_first = replace(fourth.groups[1], ranks=(0, 1))
+    stuck = replace(fourth, rank=0, groups=(fourth.groups[0], of_first))
+    crossed = found(job(stuck, second, through, fourth))["crossed-groups"]
+    assert "ranks 0, 3 wait in its first call" in crossed.summary
     two = found(job(*in_pairs(GLOO, made=(place, f"{scenes.USER_FILE}:24 in other"))))["crossed-groups"]
     assert two.location == f"{scenes.USER_FILE}:79 in step"
 

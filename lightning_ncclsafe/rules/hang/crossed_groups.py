@@ -212,7 +212,7 @@ def _members_apart(view: Timeline, name: str, making: tuple[int, ...]) -> dict[t
 def _met_under_one_number(view: Timeline) -> tuple[str, tuple[int, ...], dict[tuple[int, ...], list[int]]] | None:
     """A group whose number other ranks have given to another group, the ranks that wait in it, and its members.
 
-    All of its members are in its first call: they have met the others, who have exchanged addresses under that number.
+    All of its members have made its first call: they have met others, who use that number, too.
     Groups that their members alone create have a hash for a name.
     """
     if view.silent or view.raised:
@@ -221,14 +221,17 @@ def _met_under_one_number(view: Timeline) -> tuple[str, tuple[int, ...], dict[tu
         call = view.activities[rank].collective
         if call is None or call.completed or not call.group.isdecimal() or int(call.group) == 0:
             continue
+        # It has worked before.
+        if (own := _known_as(view, call.group).get(rank)) is None or own.last_completed > 0:
+            continue
         apart: dict[tuple[int, ...], list[int]] = defaultdict(list)
         for other, group in _known_as(view, call.group).items():
             apart[group.ranks].append(other)
         members = next((members for members in apart if rank in members and rank in apart[members]), ())
         # split_group of older versions is NCCL's alone.
-        is_of_all = not call.backend.startswith("nccl") or any(view.facts[one].steps.new_groups_at for one in members)
-        if len(apart) > 1 and is_of_all and all(_is_in_first_call(view, one, call) for one in members):
-            return call.group, tuple(members), apart
+        is_of_all = not call.backend.startswith("nccl") or bool(view.facts[rank].steps.new_groups_at)
+        if len(apart) > 1 and is_of_all and all(_has_called(view, one, call) for one in members):
+            return call.group, _waiting_in(view, call.group), apart
     return None
 
 
@@ -238,12 +241,17 @@ def _known_as(view: Timeline, name: str) -> dict[int, Group]:
     return {rank: group for rank, group in groups if group.name == name and rank in group.ranks}
 
 
-def _is_in_first_call(view: Timeline, rank: int, call: Collective) -> bool:
-    """Whether a rank waits in the same call of a group, in which none has completed there."""
-    own = view.activities[rank].collective if rank in view.waiting else None
-    group = _known_as(view, call.group).get(rank)
-    is_same = own is not None and (own.group, own.seq, own.op) == (call.group, call.seq, call.op)
-    return is_same and group is not None and group.last_completed <= 0
+def _waiting_in(view: Timeline, name: str) -> tuple[int, ...]:
+    calls = ((rank, view.activities[rank].collective) for rank in view.waiting)
+    return tuple(rank for rank, call in calls if call is not None and call.group == name)
+
+
+def _has_called(view: Timeline, rank: int, call: Collective) -> bool:
+    """Whether a rank has made the same call of a group; it may have completed there, with a rank of another group."""
+    if rank not in _known_as(view, call.group):
+        return False
+    calls = ((one.group, one.seq, one.op) for one in view.facts[rank].collectives)
+    return (call.group, call.seq, call.op) in calls
 
 
 def _used_by_members(
