@@ -37,6 +37,8 @@ class Branch:
             it; empty if the line is in the block that the branch decides about.
         until: The last line of that block; 0 for a jump.
         within: The condition on the rank, with its line number, around that of a jump: only ranks under both jump.
+        handled_at: Where a context manager handles what is raised in its ``with`` block, ``"FILE:40 in skipping"``;
+            empty for all else. The line of such a branch is that of the ``with``.
     """
 
     line: int
@@ -45,6 +47,7 @@ class Branch:
     jump: str = ""
     until: int = 0
     within: str = ""
+    handled_at: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,8 +65,9 @@ class Frame:
             ``"past return under if rank != 0:  (line 12)"``. Empty if there is none.
         mark: What code of this package declares about itself, see :class:`~lightning_ncclsafe.code.marks.Mark`; empty
             for other code, and if the frame was not taken by a probe.
-        handler: The clause that handles an exception in the ``try`` that encloses this line, with its line number, such
-            as ``"except RuntimeError:  (line 47)"``; empty if there is none, or if the line is also under a condition.
+        handler: The clause that handles an exception in the ``try`` or ``with`` that encloses this line, with its line
+            number, such as ``"except RuntimeError:  (line 47)"``; empty if there is none, or if the line is also under
+            a condition.
         branches: What may lead around this line within its function, from outside in: the innermost 8. Only of the
             user's code.
     """

@@ -202,6 +202,8 @@ class StepFacts:
         led_around: The branches that may have led around such a call, by its place: jumps before it, and conditions
             around it.
         conditions_around: Those of ``led_around`` that are conditions: the first 8.
+        handlers_around: The lines that handle what is raised on the way to such calls, where nothing else may have led
+            around them: ``except`` clauses, and those of context managers: the first 8.
         skips_steps: ``"file:line in training_step"`` of the branches that may have led around an optimizer's ``step``
             after such a call: the first 8.
         passes_at: ``"file:line in training_step"`` of the calls of ``manual_backward`` under a condition on the rank.
@@ -236,6 +238,9 @@ class StepFacts:
         groups_at: ``"file:line in setup"`` of the calls of ``new_group`` under a condition on the rank, in the user's
             functions that the main thread is in, else in those of the module and callbacks; searched only while it
             creates a group.
+        new_groups_at: ``"file:line in setup"`` of the calls of ``new_group`` that all ranks have to make, in the user's
+            functions that the main thread is in and those of the module and callbacks: the first 8; searched only while
+            it has groups besides the default one.
         accumulates_at: ``"file:line in on_train_batch_start"`` of each line that sets ``accumulate_grad_batches``, or
             calls ``no_sync`` or another function that keeps a pass from reducing; searched only if passes have reduced
             nothing.
@@ -256,6 +261,7 @@ class StepFacts:
     passes_from: tuple[tuple[str, ...], ...] = ()
     led_around: dict[str, tuple[str, ...]] = field(default_factory=dict)
     conditions_around: tuple[str, ...] = ()
+    handlers_around: tuple[str, ...] = ()
     skips_steps: tuple[str, ...] = ()
     passes_at: tuple[str, ...] = ()
     returns_nothing: tuple[str, ...] = ()
@@ -279,6 +285,7 @@ class StepFacts:
     groups_made: int = -1
     making: tuple[int, ...] = ()
     groups_at: tuple[str, ...] = ()
+    new_groups_at: tuple[str, ...] = ()
     accumulates_at: tuple[str, ...] = ()
     timeouts_at: tuple[TimeoutLine, ...] = ()
 

@@ -15,6 +15,162 @@ def around(source: str) -> Around:
     return ControlFlow(text).around(line)
 
 
+@pytest.mark.parametrize(
+    ("manager", "line"),
+    [
+        pytest.param(
+            """
+            @contextlib.contextmanager
+            def kept():
+                try:
+                    yield
+                except OSError as error:  # <- handled
+                    if error.errno:
+                        raise
+            """,
+            "kept",
+            id="a generator",
+        ),
+        pytest.param(
+            """
+            @contextmanager
+            def kept():
+                with suppress(OSError):  # <- handled
+                    yield
+            """,
+            "kept",
+            id="a generator that suppresses it",
+        ),
+        pytest.param(
+            """
+            class kept:
+                def __exit__(self, kind, error, trace):
+                    if kind is None:
+                        return False
+                    return True  # <- handled
+            """,
+            "__exit__",
+            id="an exit that returns True",
+        ),
+        pytest.param(
+            """
+            class kept:
+                def __exit__(self, kind, error, trace):
+                    return bool(kind) and issubclass(kind, OSError)  # <- handled
+            """,
+            "__exit__",
+            id="an exit that asks for the type",
+        ),
+        pytest.param(
+            """
+            @contextmanager
+            def kept():
+                try:
+                    yield
+                except OSError:
+                    raise
+            """,
+            "",
+            id="a generator that raises it again",
+        ),
+        pytest.param(
+            """
+            @contextmanager
+            def kept():
+                try:
+                    begin()
+                except OSError:
+                    pass
+                yield
+            """,
+            "",
+            id="a handler before the yield",
+        ),
+        pytest.param(
+            """
+            def kept():
+                try:
+                    yield
+                except OSError:
+                    pass
+            """,
+            "",
+            id="no context manager",
+        ),
+        pytest.param(
+            """
+            class kept:
+                def __exit__(self, kind, error, trace):
+                    self.close()
+                    return None
+            """,
+            "",
+            id="an exit that returns nothing",
+        ),
+        pytest.param(
+            """
+            @contextmanager
+            def kept():
+                try:
+                    yield
+                except OSError:
+                    pass
+
+            class Other:
+                def kept(self):
+                    pass
+            """,
+            "",
+            id="two of this name",
+        ),
+        pytest.param(
+            """
+            class Other:
+                def kept(self):
+                    pass
+
+            @contextmanager
+            def kept():
+                try:
+                    yield
+                except OSError:
+                    pass
+            """,
+            "",
+            id="two of this name, the other one first",
+        ),
+    ],
+)
+def test_a_context_manager_of_the_file_may_handle_what_its_block_raises(manager: str, line: str) -> None:
+    step = """
+    def step(self, batch):
+        with open(batch), kept() as one:
+            reduce(batch)  # <-
+    """
+    text = f"{dedent(manager).strip()}\n\n\n{dedent(step).strip()}\n"
+    numbers = {code.partition("# ")[2]: number for number, code in enumerate(text.splitlines(), 1) if "# <-" in code}
+    known = ControlFlow(text, "train.py").around(numbers["<-"])
+    expected = [f"train.py:{numbers['<- handled']} in {line}"] if line else []
+    assert [one.handled_at for one in known.branches] == expected
+    assert [one.line for one in known.branches] == [numbers["<-"] - 1] * len(expected)
+    assert known.handler.endswith(f"(line {numbers['<- handled']})" if line else "")
+    assert bool(known.handler) is bool(line)
+
+
+def test_a_context_manager_of_another_object_is_not_the_one_of_this_name() -> None:
+    manager = "@contextmanager\ndef kept():\n    try:\n        yield\n    except OSError:\n        pass\n"
+    for called, is_it in (("torch.kept()", False), ("self.kept()", True), ("kept", False)):
+        flow = ControlFlow(f"{manager}\ndef step(self):\n    with {called}:\n        reduce()\n")
+        assert bool(flow.around(10).branches) is is_it
+
+
+def test_a_jump_in_the_block_of_a_context_manager_has_its_own_line() -> None:
+    manager = "@contextmanager\ndef kept():\n    try:\n        yield\n    except OSError:\n        pass\n"
+    step = "def step(self):\n    with kept():\n        check()\n        return\n    reduce()\n"
+    (jump,) = ControlFlow(f"{manager}{step}").around(11).branches
+    assert (jump.line, jump.jump, jump.handled_at) == (10, "return", "")
+
+
 def branches(source: str) -> list[str]:
     """``"3 return value"`` of each."""
     return [" ".join(filter(None, (str(one.line), one.jump, one.on.value))) for one in around(source).branches]

@@ -2,8 +2,8 @@
 
 import functools
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +12,7 @@ import pytest
 import torch
 from torchmetrics import Metric
 
+from lightning_ncclsafe._torch import process_groups
 from lightning_ncclsafe.facts import MetricFacts, StepFacts
 from lightning_ncclsafe.probes.trainer.actions import ActionTracker, _TrackedAction
 from lightning_ncclsafe.probes.trainer.passes import MOST_BATCHES_WITH_CALLS, MOST_CALLS, MOST_RUNS
@@ -261,6 +262,46 @@ def test_manual_backward_calls_have_their_lines_and_branches() -> None:
     assert facts.passes == ((0, 0, 2), (0, 2, 1)) and facts.under_way == (0, 3, 3)
     assert facts.passes_from == ((first, second), (first,), (first, second, second))
     assert facts.led_around == {first: (), second: (place("continue"),)}
+
+
+@contextmanager
+def left_out() -> Iterator[None]:
+    """Goes on without what has failed."""
+    try:
+        yield
+    except RuntimeError:  # <- left out
+        return
+
+
+class Handles(Module):
+    """Makes its pass in a context manager that handles exceptions."""
+
+    automatic_optimization = False
+
+    def training_step(self, record: StepRecord) -> None:
+        with left_out():
+            record.backward()
+
+
+class HandlesSome(Handles):
+    """The same, under a condition."""
+
+    def training_step(self, record: StepRecord) -> None:
+        if not record:
+            return
+        with left_out():
+            record.backward()
+
+
+@pytest.mark.parametrize(("module", "is_known"), [(Handles(), True), (HandlesSome(), False)])
+def test_a_context_manager_around_a_pass_is_known_where_nothing_else_may_have_led_around_it(
+    module: Handles, is_known: bool
+) -> None:
+    of, record = begun(module)
+    begin(of, batch=0)
+    as_lightning_does(module.training_step, record)
+    assert record is not None
+    assert record.facts().handlers_around == ((place("left out", "left_out"),) if is_known else ())
 
 
 class LeavesOut(Module):
@@ -984,6 +1025,35 @@ def test_a_group_created_conditionally_in_another_hook_is_located() -> None:
     of.callbacks = [Scheduling()]
     line = Scheduling.setup.__code__.co_firstlineno + 2
     assert inside(lambda: StepRecord(of).facts().groups_at) == (f"{__file__}:{line} in setup",)
+
+
+class Pairs:
+    """As a module that makes its groups when they are needed."""
+
+    @property
+    def pair(self) -> Any:
+        return new_group([0, 1])  # type: ignore[name-defined]  # noqa: F821  # <- pair
+
+    @functools.cached_property
+    def spare(self) -> Any:
+        return new_group([0], use_local_synchronization=False)  # type: ignore[name-defined]  # noqa: F821  # <- spare
+
+    def own(self) -> Any:
+        return new_group([0], use_local_synchronization=True)  # type: ignore[name-defined]  # noqa: F821
+
+    def given(self, **options: Any) -> Any:
+        return new_group([0], **options)  # type: ignore[name-defined]  # noqa: F821
+
+
+@pytest.mark.parametrize("made", [1, 2])
+def test_calls_that_make_groups_on_all_ranks_are_located_once_there_are_groups(
+    made: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of = trainer()
+    of.callbacks = [Pairs()]
+    monkeypatch.setattr(process_groups, "groups_made", lambda: made)
+    expected = (place("pair", "pair"), place("spare", "spare")) if made > 1 else ()
+    assert StepRecord(of).facts().new_groups_at == expected
 
 
 def test_thousands_of_batches_are_counted() -> None:

@@ -260,6 +260,76 @@ def test_groups_of_other_members_under_one_number_are_made_by_their_members(
         assert "has the members ranks 0-1 on rank 1, ranks 2-3 on ranks 2-3; rank 0 still waits" in told.summary
 
 
+@pytest.mark.parametrize("is_of_all", [True, False], ids=["a call of all ranks", "a call of members"])
+def test_a_group_that_is_being_made_has_other_members_than_the_one_under_its_number(is_of_all: bool) -> None:
+    place = f"{scenes.USER_FILE}:22 in setup"
+    steps = StepFacts(groups_made=2, making=(0, 1), new_groups_at=(place,) if is_of_all else ())
+    makers = [replace(scenes.makes_group(GLOO, number, 2), steps=steps) for number in (0, 1)]
+    others = [replace(one, steps=StepFacts(groups_made=2)) for one in in_pairs(GLOO)[2:]]
+    told = found(job(*makers, *others)).get("crossed-groups")
+    assert (told is not None) is is_of_all
+    if told is not None:
+        assert (told.ranks, told.location, told.confidence) == ((0, 1, 2, 3), place, Confidence.LIKELY)
+        assert "ranks 0-1 still wait in new_group" in told.summary
+
+
+PAIR_CALL = Frame(file=f"{scenes.SITE}/torch/distributed/distributed_c10d.py", line=3000, function="all_reduce")
+
+
+def in_pairs(net: Backend, *, name: str = "1", made: tuple[str, ...] = (), alike: bool = False) -> list[RankFacts]:
+    """Each pair has made its own group under one number; ranks 0-1 have got through its first call, ranks 2-3 not."""
+    ranks = []
+    for number in range(4):
+        is_through = number < 2
+        members = (0, 1, 2, 3) if alike else (0, 1) if is_through else (2, 3)
+        base = net.waiting(number, seq=61) if is_through else net.rank(number, user("step", 79), PAIR_CALL, seq=60)
+        call = Collective(
+            group=name, seq=1, op="all_reduce", backend=net.name, completed=is_through, input_sizes=((4,),)
+        )
+        own = Group(name=name, ranks=members, last_enqueued=1, last_completed=int(is_through))
+        steps = StepFacts(groups_made=2, new_groups_at=made)
+        both = (*base.collectives, call)
+        ranks.append(replace(base, groups=(*base.groups, own), collectives=both, steps=steps))
+    return ranks
+
+
+def test_ranks_that_have_met_others_under_the_number_of_their_group_wait_in_its_first_call() -> None:
+    place = f"{scenes.USER_FILE}:20 in group"
+    told = judge(job(*in_pairs(GLOO, made=(place,)))).findings[0]
+    assert (told.rule, told.ranks, told.location) == ("crossed-groups", (0, 1, 2, 3), place)
+    assert told.confidence is Confidence.LIKELY
+    assert "ranks 0-1 on ranks 0-1, ranks 2-3 on ranks 2-3; ranks 2-3 wait in its first call" in told.summary
+    # One of each pair has got through, with one of the other pair.
+    first, second, _, fourth = in_pairs(GLOO)
+    of_second = replace(first.groups[1], ranks=(2, 3))
+    through = replace(second, rank=2, groups=(second.groups[0], of_second))
+    of_first = replace(fourth.groups[1], ranks=(0, 1))
+    stuck = replace(fourth, rank=0, groups=(fourth.groups[0], of_first))
+    crossed = found(job(stuck, second, through, fourth))["crossed-groups"]
+    assert "ranks 0, 3 wait in its first call" in crossed.summary
+    two = found(job(*in_pairs(GLOO, made=(place, f"{scenes.USER_FILE}:24 in other"))))["crossed-groups"]
+    assert two.location == f"{scenes.USER_FILE}:79 in step"
+
+
+def test_groups_of_other_members_may_have_one_number_or_members_may_not_all_be_there() -> None:
+    # A hash is the name of a group that its members alone make, or that is a part of another one.
+    assert "crossed-groups" not in found(job(*in_pairs(GLOO, name="5f3a09c1")))
+    assert "crossed-groups" not in found(job(*in_pairs(GLOO, alike=True)))
+    third, fourth = in_pairs(GLOO, alike=True)[2:]
+    assert {*found(job(*(replace(third, rank=number) for number in range(3)), fourth))} == {"all-joined"}
+    # NCCL can split groups.
+    assert "crossed-groups" not in found(job(*in_pairs(NCCL)))
+    assert "crossed-groups" in found(job(*in_pairs(NCCL, made=(f"{scenes.USER_FILE}:20 in group",))))
+    first, second, third, fourth = in_pairs(GLOO)
+    works = GLOO.working(3, user("step", 70), seq=60)
+    late = replace(works, groups=(*works.groups, replace(fourth.groups[-1], last_enqueued=0)))
+    assert "crossed-groups" not in found(job(first, second, third, late))
+    # It has worked before.
+    used = [replace(one, groups=(one.groups[0], replace(one.groups[1], last_completed=1))) for one in (third, fourth)]
+    assert "crossed-groups" not in found(job(first, second, *used))
+    assert "crossed-groups" not in found(job(second, third, fourth))
+
+
 @pytest.mark.parametrize("name", ["1", "2"], ids=["earlier", "the last one"])
 def test_parts_of_a_split_group_have_one_number_and_other_members(name: str) -> None:
     """A mesh of devices, in older versions of torch; then rank 0 waits for a group with a number, or with a hash."""
@@ -453,6 +523,24 @@ def test_a_shorter_timeout_is_reported_before_it_strikes() -> None:
     assert judge(_in_group("1", "metrics", 4000)).findings[0].rule != "timeout-misuse"
     assert "timeout-misuse" not in found(_in_group("1", "metrics", 1_815_000))
     assert "timeout-misuse" not in found(_in_group("1", VOTE_GROUP, 4000))
+
+
+@pytest.mark.parametrize(
+    ("waited_s", "is_over"), [(3.9, False), (4.1, True), (9.0, False)], ids=["not yet", "over", "nothing enforces it"]
+)
+def test_a_shorter_timeout_that_is_used_up_comes_before_the_rank_that_is_late(waited_s: float, is_over: bool) -> None:
+    facts = _in_group("1", "metrics", 4000)
+    begun_ns, now_ns = 10**18, 10**18 + round(waited_s * 1e9)
+
+    def timed(one: RankFacts) -> RankFacts:
+        calls = tuple(replace(call, created_ns=begun_ns) for call in one.collectives)
+        return replace(one, collectives=calls, taken_ns=now_ns)
+
+    findings = judge(replace(facts, ranks=tuple(map(timed, facts.ranks)))).findings
+    assert [one.rule for one in findings[:2]] == ["timeout-misuse", "rank-behind"][:: 1 if is_over else -1]
+    assert findings[0].confidence is Confidence.LIKELY
+    behind = next(one for one in findings if one.rule == "rank-behind")
+    assert behind.summary.endswith("Group '1', in which ranks 0, 2-3 wait, gives up after 4.0 s.")
 
 
 @pytest.mark.parametrize(

@@ -142,7 +142,11 @@ def test_a_batch_without_any_pass_is_blamed_on_the_call_if_nothing_else_is_known
     assert (finding.rule, finding.ranks, finding.location) == ("skipped-step", (1,), CRITIC)
     several = replace(skipped, passes_from=((CRITIC, GENERATOR),) * 3)
     assert first(job(made, replace(gone_on, steps=several), world=2)).location == ""
-    returns = replace(skipped, returns_nothing=(GUARD, RETURN))
+    handled = replace(skipped, handlers_around=(GUARD,))
+    assert first(job(made, replace(gone_on, steps=handled), world=2)).location == GUARD
+    unclear = replace(skipped, handlers_around=(GUARD, RETURN))
+    assert first(job(made, replace(gone_on, steps=unclear), world=2)).location == CRITIC
+    returns = replace(skipped, returns_nothing=(GUARD, RETURN), handlers_around=(HALVES,))
     assert first(job(made, replace(gone_on, steps=returns), world=2)).location == GUARD
 
 

@@ -14,7 +14,18 @@ from builders import EPOCH_END, GLOO, MAIN, RUN, SITE, TRAINING_STEP, USER_FILE,
 from judged import first
 from test_shifts import of
 
-from lightning_ncclsafe.facts import Action, Branch, Collective, Decides, Frame, JobFacts, ModelUnit, Phase, UnitKind
+from lightning_ncclsafe.facts import (
+    Action,
+    Branch,
+    CaughtException,
+    Collective,
+    Decides,
+    Frame,
+    JobFacts,
+    ModelUnit,
+    Phase,
+    UnitKind,
+)
 from lightning_ncclsafe.facts.findings import Confidence
 from lightning_ncclsafe.probes.source.control_flow import ControlFlow
 from lightning_ncclsafe.rules.kit.frames import is_in_loop_below, loop_left
@@ -442,6 +453,44 @@ def test_ranks_that_alone_have_made_a_call_are_told_the_call_and_not_the_jump_of
     finding = first(with_branches(of("rgrrb", "rgrgrb", "rgrrb"), RETURN))
     assert (finding.ranks, finding.location) == ((1,), f"{FILE}:40 in step")
     assert finding.decided_at == f"{FILE}:39 in step"
+
+
+@pytest.mark.parametrize(
+    ("branch", "ranks", "line"),
+    [
+        (RETURN, (1,), 39),
+        (replace(RETURN, line=38, jump="", until=40), (0,), 40),
+        (replace(RETURN, on=Decides.EXCEPTION), (0,), 40),
+    ],
+    ids=["an early exit", "a condition around it", "an exception"],
+)
+def test_of_two_ranks_the_one_that_has_left_early_is_the_odd_one(
+    branch: Branch, ranks: tuple[int, ...], line: int
+) -> None:
+    """One has made a new call, the other has gone on as usual: without the source, the call is the odd one."""
+    finding = first(with_branches(of("rrrrrrz", "rrrrrrr"), branch, lines=(60,)))
+    location = f"{FILE}:{line if line < 40 else 60} in step"
+    assert (finding.ranks, finding.location, finding.confidence) == (ranks, location, Confidence.LIKELY)
+
+
+def test_of_two_ranks_one_that_has_caught_an_exception_has_not_left_early() -> None:
+    facts = with_branches(of("rrrrrrz", "rrrrrrr"), RETURN, lines=(60,))
+    caught = CaughtException(type="OSError", message="No space", ago_s=23.0)
+    raising = replace(facts, ranks=(replace(facts.ranks[0], caught=(caught,)), facts.ranks[1]))
+    assert first(raising).ranks != (1,)
+
+
+def test_the_line_of_a_context_manager_decides_where_it_handles_what_is_raised() -> None:
+    handled = Branch(
+        line=38, test="except OSError:  (line 9)", on=Decides.EXCEPTION, until=40, handled_at=f"{FILE}:9 in kept"
+    )
+    finding = first(with_branches(of("rgrgrb", "rgrrb", "rgrgrb"), handled))
+    assert (finding.ranks, finding.decided_at) == ((1,), f"{FILE}:9 in kept")
+    two = first(with_branches(of("rgrgrb", "rgrrb", "rgrgrb"), handled, replace(handled, line=39, handled_at="")))
+    assert two.decided_at == ""
+    assert any(
+        "train.py:9 in kept: `except OSError:` (line 9); train.py:39 in step" in one.text for one in two.evidence
+    )
 
 
 def test_a_rank_is_not_said_to_have_skipped_what_all_have_called() -> None:

@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from lightning_ncclsafe.facts import ELSE, PAST, Branch, Decides
+from lightning_ncclsafe.probes.source.handlers import Handler, handled_at, managers_in, name_called, suppresses
 from lightning_ncclsafe.probes.source.rank_names import (
     RANK_WORDS,
     RankNames,
@@ -81,7 +82,7 @@ class _Arm(NamedTuple):
 @lru_cache(maxsize=64)
 def control_flow(file: str) -> "ControlFlow":
     """How control flows in a source file, which is read; nothing is known of one that cannot be."""
-    return ControlFlow("".join(linecache.getlines(file)))
+    return ControlFlow("".join(linecache.getlines(file)), file)
 
 
 class ControlFlow:
@@ -89,15 +90,18 @@ class ControlFlow:
 
     Args:
         source: Its text. If it cannot be parsed, nothing is known.
+        file: Its path.
     """
 
-    def __init__(self, source: str) -> None:
-        self._lines = source.split("\n")
+    def __init__(self, source: str, file: str = "") -> None:
+        self._lines, self._file = source.split("\n"), file
         self._known: dict[int, Around] = {}
         self._body, self._of_rank = parsed(source).body, RankNames()
         self._state: frozenset[str] = frozenset()
+        self._managers: dict[str, Handler] = {}
         with suppress(RecursionError):
             self._state = _state_of(self._body)
+            self._managers = managers_in(self._body)
             self._of_rank = names_of_rank(self._body)
             self._of_rank = self._of_rank._replace(held=self._held_on_some_ranks())
             self._known.clear()
@@ -235,7 +239,7 @@ class ControlFlow:
         for kind, name in _JUMPS.items():
             if isinstance(statement, kind) and around and (name != "raise" or _of_all(around) is Decides.RANK):
                 outer = (branch.test for branch in reversed(around[:-1]) if branch.on is Decides.RANK)
-                jump = replace(around[-1], line=statement.lineno, jump=name, on=_of_all(around), until=0)
+                jump = replace(around[-1], line=statement.lineno, jump=name, on=_of_all(around), until=0, handled_at="")
                 yield replace(jump, within=next(outer, ""))
         is_loop = isinstance(statement, LOOPS)
         for arm in () if isinstance(statement, FUNCTIONS) else self._arms(statement):
@@ -244,16 +248,21 @@ class ControlFlow:
                 yield from (jump for jump in self._jumps(one, inner) if not is_loop or jump.jump in ("return", "raise"))
 
     def _handled(self, statement: ast.Try) -> Branch | None:
-        """The clause that handles an exception: the first ``except`` clause that does not end by raising."""
-        kept = (one for one in statement.handlers if not isinstance(one.body[-1], ast.Raise))
-        line = next((one.lineno for one in kept if not _ends_iteration(one)), 0)
+        line = handled_at(statement)
         return self._head(line, Decides.EXCEPTION, statement.body) if line else None
 
     def _suppressed(self, statement: ast.With | ast.AsyncWith) -> Branch | None:
-        calls = (item.context_expr for item in statement.items)
-        if not any(isinstance(call, ast.Call) and "suppress" in ast.unparse(call.func) for call in calls):
+        """The ``with`` if it handles exceptions: by ``suppress``, or by a context manager of this file that does."""
+        head = self._head(statement.lineno, Decides.EXCEPTION, statement.body)
+        if suppresses(statement):
+            return head
+        managers = (self._managers.get(name_called(item.context_expr)) for item in statement.items)
+        handler = next((one for one in managers if one is not None), None)
+        if handler is None:
             return None
-        return self._head(statement.lineno, Decides.EXCEPTION, statement.body)
+        code = self._lines[handler.line - 1].strip()
+        place = f"{self._file}:{handler.line} in {handler.function}"
+        return replace(head, test=f"{code[:_MOST_CHARACTERS]}  (line {handler.line})", handled_at=place)
 
     def _passes(self, statement: ast.For | ast.AsyncFor | ast.While) -> Branch | None:
         """The number of passes of a loop as a branch; None if that number is a constant in the source."""
@@ -316,11 +325,6 @@ def _is_counted(items: ast.expr) -> bool:
 
 def _is_constant(value: ast.expr) -> bool:
     return isinstance(value, ast.Constant)
-
-
-def _ends_iteration(clause: ast.ExceptHandler) -> bool:
-    """Whether it catches the end of an iteration, which is not an error."""
-    return clause.type is not None and ast.unparse(clause.type) in ("StopIteration", "StopAsyncIteration")
 
 
 def _calls(node: ast.AST) -> list[ast.Call]:

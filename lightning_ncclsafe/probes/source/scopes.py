@@ -144,6 +144,11 @@ class Scope:
         lines = {branch.line for branch in branches if not branch.jump and branch.on in _CONDITIONS}
         return tuple(map(self.place, sorted(lines)))
 
+    def handlers_around(self, line: int) -> tuple[str, ...]:
+        """The lines that handle what is raised at a line: ``except`` clauses, and those of context managers."""
+        handled = (one for one in self.branches_around(line) if one.on is Decides.EXCEPTION and not one.jump)
+        return tuple(branch.handled_at or self.place(branch.line) for branch in handled)
+
 
 class Loop(NamedTuple):
     """A loop in a function.
@@ -250,7 +255,9 @@ def scopes_in(owners: Iterable[Any]) -> Iterator[Scope]:
 def methods_in(kind: type) -> Iterator[Scope]:
     """The user's functions in a class, without those of its bases."""
     members = [*vars(kind).values()]  # at once: the program may add to its class while files are read
-    scopes = (scope_of(member) for member in members if inspect.isfunction(member))
+    # Getters of properties are functions, too.
+    functions = (getattr(member, "fget", getattr(member, "func", member)) for member in members)
+    scopes = (scope_of(function) for function in functions if inspect.isfunction(function))
     return (scope for scope in scopes if scope.file)
 
 

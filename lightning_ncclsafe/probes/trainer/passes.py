@@ -91,15 +91,19 @@ class BatchPasses:
         calls = [*itertools.repeat((), len(calls[:-MOST_BATCHES_WITH_CALLS])), *calls[-MOST_BATCHES_WITH_CALLS:]]
         newest_first = (call for call in itertools.chain(*reversed(calls)) if call)
         newest = [*dict.fromkeys(itertools.islice(newest_first, MOST_BATCHES_WITH_CALLS))]
+        ways = {call: _led_around(call, Scope.leads_around) for call in newest}
         return {
             "passes": tuple(run for run, _ in runs),
             "passes_epoch": counted[0],
             "passes_batch": counted[1],
             "under_way": self._run() if is_under_way else (),
             "passes_from": tuple(tuple(map(_place, batch)) for batch in calls) if any(calls) else (),
-            "led_around": {_place(call): _led_around(call, Scope.leads_around) for call in newest},
+            "led_around": {_place(call): found for call, found in ways.items()},
             "conditions_around": first_places(
                 place for call in newest for place in _led_around(call, Scope.conditions_around)
+            ),
+            "handlers_around": first_places(
+                place for call in newest if not ways[call] for place in _led_around(call, Scope.handlers_around)
             ),
             "skips_steps": first_places(place for call in newest for place in _led_around_steps(call)),
         }

@@ -22,7 +22,7 @@ from lightning_ncclsafe.probes.process.stacks import (
     main_thread_frames,
     main_thread_stack,
 )
-from lightning_ncclsafe.probes.source.scopes import MOST_PLACES, Scope, places_in, scope_of
+from lightning_ncclsafe.probes.source.scopes import MOST_PLACES, Scope, first_places, places_in, scope_of, scopes_in
 from lightning_ncclsafe.probes.source.syntax import is_constant
 from lightning_ncclsafe.probes.trainer import gradients, logged_keys
 from lightning_ncclsafe.probes.trainer.passes import Batch, BatchPasses
@@ -147,7 +147,7 @@ class StepRecord:
         differing = gradients.of_other_size(error, module)
         frozen = self._frozen(module)
         makes_group = any(True for _ in main_thread_frames(GROUP_CREATION))
-        users = self._users()
+        users, groups_made = self._users(), process_groups.groups_made()
         step = scope_of(getattr(type(module), "training_step", None))
         return StepFacts(
             **passes,
@@ -175,9 +175,10 @@ class StepRecord:
             reducing=logged_keys.reduced_key(),
             peer=_peer(),
             root=_root(),
-            groups_made=process_groups.groups_made(),
+            groups_made=groups_made,
             making=_members(),
             groups_at=(_groups_under_condition() or places_in(users, _groups_made)) if makes_group else (),
+            new_groups_at=_new_groups_of_all(users) if groups_made > 1 else (),
             accumulates_at=(places_in(users, _accumulates) if any(run[3:4] > (0,) for run in runs) else ()),
         )
 
@@ -285,6 +286,20 @@ def _groups_under_condition() -> tuple[str, ...]:
     scopes = (scope_of(frame.f_code) for frame in main_thread_frames())
     functions = (scope for scope in scopes if scope.is_function)
     return tuple(place for scope in functions for place in _groups_made(scope))[:MOST_PLACES]
+
+
+def _new_groups_of_all(users: list[Any]) -> tuple[str, ...]:
+    """The calls of ``new_group`` that are not for the members of a group alone."""
+    entered = (scope_of(frame.f_code) for frame in main_thread_frames())
+    scopes = (*(scope for scope in entered if scope.is_function), *scopes_in(users))
+    calls = ((scope, call) for scope in scopes for call in scope.calls(["new_group"]))
+    return first_places(scope.place(call.lineno) for scope, call in calls if not _is_of_members(call))
+
+
+def _is_of_members(call: ast.Call) -> bool:
+    """Whether its members alone make a group; a value that is not written out may say so."""
+    given = [one for one in call.keywords if one.arg in ("use_local_synchronization", None)]
+    return bool(given) and not all(is_constant(one.value, False) for one in given)
 
 
 def _accumulates(scope: Scope) -> Iterator[str]:

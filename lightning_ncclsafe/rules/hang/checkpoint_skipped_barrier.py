@@ -110,7 +110,7 @@ def _caught_at(failed: ExceptionFacts) -> tuple[Frame | None, str]:
 
 def _is_tried(line: int, branch: Branch) -> bool:
     """Whether an exception at a line is handled there: it is not in an ``else`` block, nor in the handler itself."""
-    is_head = branch.test.startswith(_SUPPRESSES)
+    is_head = branch.test.startswith(_SUPPRESSES) or bool(branch.handled_at)
     is_inside = line <= branch.until and (is_head or branch.until < branch.line)
     return branch.on is Decides.EXCEPTION and not branch.jump and is_inside
 

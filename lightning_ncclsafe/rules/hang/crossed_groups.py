@@ -6,7 +6,7 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 
 from lightning_ncclsafe.code.libraries import GROUP_CREATION
 from lightning_ncclsafe.code.marks import Mark
-from lightning_ncclsafe.facts import Group, group_and_backend
+from lightning_ncclsafe.facts import Collective, Group, group_and_backend
 from lightning_ncclsafe.rules.kit import (
     FEW_STEPS,
     Confidence,
@@ -20,6 +20,7 @@ from lightning_ncclsafe.rules.kit import (
     circle_of_waits,
     clause,
     condition_evidence,
+    deepest_user_frame,
     finding,
     gathering_alone,
     group_waited_in,
@@ -28,6 +29,7 @@ from lightning_ncclsafe.rules.kit import (
     in_own_call,
     is_in,
     is_of_fsdp,
+    location_of,
     peer_waited_for,
     ranks_words,
     send_recv_pairs,
@@ -76,7 +78,8 @@ def crossed_groups(view: Timeline) -> Iterator[Finding]:
         Use one order of groups on all ranks; call new_group on all ranks for every group, members or not.
 
     Cannot see:
-        Which group is created out of order, unless a condition on the rank precedes it in a function that ranks are in.
+        Which group is created out of order, unless a condition on the rank precedes it in a function that ranks are in,
+        or new_group is called at one line. That ranks number groups differently, while all of them work nevertheless.
         Sends and receives that wait for each other in a circle cross no groups: see unmatched-p2p.
     """
     circle = circle_of_waits(view)
@@ -103,6 +106,8 @@ def crossed_groups(view: Timeline) -> Iterator[Finding]:
         name = str(made[making[0]] - 1)
         if len(apart := _members_apart(view, name, making)) > 1:
             yield _created_by_members(view, making, name, apart)
+    elif not circle and (met := _met_under_one_number(view)) is not None:
+        yield _used_by_members(view, *met)
 
 
 def _is_of_p2p(view: Timeline, circle: dict[int, tuple[str, int]]) -> bool:
@@ -194,26 +199,101 @@ def _members_apart(view: Timeline, name: str, making: tuple[int, ...]) -> dict[t
     for rank, facts in sorted(view.facts.items()):
         for members in (group.ranks for group in facts.groups if group.name == name and group.ranks):
             apart[members].append(rank)
-    return {} if any(rank in making for ranks in apart.values() for rank in ranks) else apart
+    if any(rank in making for ranks in apart.values() for rank in ranks):
+        return {}
+    for rank in making:
+        steps, at = view.facts[rank].steps, location_of(deepest_user_frame(view.facts[rank].stack))
+        # A group that its members alone create has no number.
+        if rank in steps.making and at in steps.new_groups_at:
+            apart[tuple(sorted(steps.making))].append(rank)
+    return apart
+
+
+def _met_under_one_number(view: Timeline) -> tuple[str, tuple[int, ...], dict[tuple[int, ...], list[int]]] | None:
+    """A group whose number other ranks have given to another group, the ranks that wait in it, and its members.
+
+    All of its members have made its first call: they have met others, who use that number, too.
+    Groups that their members alone create have a hash for a name.
+    """
+    if view.silent or view.raised:
+        return None
+    for rank in view.waiting:
+        call = view.activities[rank].collective
+        if call is None or call.completed or not call.group.isdecimal() or int(call.group) == 0:
+            continue
+        # It has worked before.
+        if (own := _known_as(view, call.group).get(rank)) is None or own.last_completed > 0:
+            continue
+        apart: dict[tuple[int, ...], list[int]] = defaultdict(list)
+        for other, group in _known_as(view, call.group).items():
+            apart[group.ranks].append(other)
+        members = next((members for members in apart if rank in members and rank in apart[members]), ())
+        # split_group of older versions is NCCL's alone.
+        is_of_all = not call.backend.startswith("nccl") or bool(view.facts[rank].steps.new_groups_at)
+        if len(apart) > 1 and is_of_all and all(_has_called(view, one, call) for one in members):
+            return call.group, _waiting_in(view, call.group), apart
+    return None
+
+
+def _known_as(view: Timeline, name: str) -> dict[int, Group]:
+    """The group that each rank has under this name, as one of its members."""
+    groups = ((rank, group) for rank, facts in sorted(view.facts.items()) for group in facts.groups)
+    return {rank: group for rank, group in groups if group.name == name and rank in group.ranks}
+
+
+def _waiting_in(view: Timeline, name: str) -> tuple[int, ...]:
+    calls = ((rank, view.activities[rank].collective) for rank in view.waiting)
+    return tuple(rank for rank, call in calls if call is not None and call.group == name)
+
+
+def _has_called(view: Timeline, rank: int, call: Collective) -> bool:
+    """Whether a rank has made the same call of a group; it may have completed there, with a rank of another group."""
+    if rank not in _known_as(view, call.group):
+        return False
+    calls = ((one.group, one.seq, one.op) for one in view.facts[rank].collectives)
+    return (call.group, call.seq, call.op) in calls
+
+
+def _used_by_members(
+    view: Timeline, name: str, waiting: tuple[int, ...], apart: Mapping[tuple[int, ...], Sequence[int]]
+) -> Finding:
+    return _of_one_number(view, waiting, name, apart, f"{clause(waiting, 'waits|wait')} in its first call")
 
 
 def _created_by_members(
     view: Timeline, making: tuple[int, ...], name: str, apart: Mapping[tuple[int, ...], Sequence[int]]
 ) -> Finding:
+    return _of_one_number(view, making, name, apart, f"{clause(making, 'still waits|wait')} in new_group")
+
+
+def _of_one_number(
+    view: Timeline,
+    waiting: tuple[int, ...],
+    name: str,
+    apart: Mapping[tuple[int, ...], Sequence[int]],
+    so: str,
+) -> Finding:
     """Only the members of each group have created it, so ranks met under one number that mean different groups."""
     each = (f"{ranks_words(one)} on {ranks_words(who)}" for one, who in itertools.islice(apart.items(), _LISTED))
-    places = [*dict.fromkeys(place for facts in view.facts.values() for place in facts.steps.groups_at)]
-    ranks = {*making, *itertools.chain(*apart.values())}
+    places = _new_groups_at(view)
+    ranks = {*waiting, *itertools.chain(*apart.values())}
     return finding(
         view,
         tuple(sorted(ranks)),
         f"Ranks have created different process groups under one number: {group_words(name)} has the members "
-        f"{', '.join(each)}; {clause(making, 'still waits|still wait')} in new_group.",
+        f"{', '.join(each)}; {so}.",
         confidence=Confidence.LIKELY,
-        location=places[0] if len(places) == 1 else call_location(view, making),
+        location=places[0] if len(places) == 1 else call_location(view, waiting),
         evidence=where_evidence(view, view.facts),
         remedy=_REMEDY_MADE,
     )
+
+
+def _new_groups_at(view: Timeline) -> list[str]:
+    """The calls of new_group under a condition on the rank; without one, all calls that all ranks have to make."""
+    steps = [facts.steps for facts in view.facts.values()]
+    conditional = dict.fromkeys(place for known in steps for place in known.groups_at)
+    return [*(conditional or dict.fromkeys(place for known in steps for place in known.new_groups_at))]
 
 
 def _by_count(making: tuple[int, ...], made: dict[int, int]) -> dict[tuple[int, bool], list[int]]:

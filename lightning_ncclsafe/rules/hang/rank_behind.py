@@ -15,6 +15,7 @@ from lightning_ncclsafe.rules.kit import (
     blocked_at_one_line,
     clause,
     finding,
+    gives_up_words,
     hang_rule,
     joined,
     location_of,
@@ -125,7 +126,8 @@ def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
         confidence=Confidence.LIKELY if is_certain else Confidence.POSSIBLE,
         remedy=_REMEDY_FINISHED if is_over else (_REMEDY_ALONE if waits_alone else _REMEDY),
     )
-    return replace(found, summary=joined((found.summary, awaited_process_sentence(view, ranks))))
+    sentences = (found.summary, gives_up_words(view, view.waiting), awaited_process_sentence(view, ranks))
+    return replace(found, summary=joined(sentences))
 
 
 def _nobody_stands_out(view: Timeline) -> Finding:

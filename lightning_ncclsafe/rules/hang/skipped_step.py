@@ -84,7 +84,7 @@ def skipped_step(view: Timeline) -> Iterator[Finding]:
 
     Cannot see:
         A backward pass called as loss.backward() instead of self.manual_backward(loss); which of several return
-        statements it was.
+        statements it was; that a context manager of another file has caught an exception.
     """
     refused = tuple(rank for rank in view.raised if _is_refused(view.facts[rank]))
     if refused:
@@ -303,13 +303,21 @@ def _finding(view: Timeline, ranks: tuple[int, ...], confidence: Confidence) -> 
 
 
 def _skipped_at(view: Timeline, steps: StepFacts) -> str:
-    """The line that returns nothing: of several, the only one that leads around the others' call; else the call."""
+    """The line that returns nothing: of several, the only one that leads around the others' call.
+
+    If none does, it is the only line that handles what is raised on the way to that call; else the call.
+    """
     ways = {way for facts in view.facts.values() for known in facts.steps.led_around.values() for way in known}
     leading = [place for place in steps.returns_nothing if place in ways] or [*ways]
     if len(leading) == 1:
         return leading[0]
-    called = {place for facts in view.facts.values() for made in facts.steps.passes_from for place in made if place}
-    return next(iter(steps.returns_nothing), "") or (called.pop() if len(called) == 1 else "")
+    if steps.returns_nothing:
+        return steps.returns_nothing[0]
+    every = [facts.steps for facts in view.facts.values()]
+    handlers = {place for known in every for place in known.handlers_around}
+    called = {place for known in every for made in known.passes_from for place in made if place}
+    places = handlers if len(handlers) == 1 and not ways else called
+    return places.pop() if len(places) == 1 else ""
 
 
 def _at(facts: RankFacts) -> str:

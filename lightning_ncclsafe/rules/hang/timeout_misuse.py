@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from lightning_ncclsafe.facts import VOTE_GROUPS, IncidentKind, Limited, RankFacts, TimeoutLine, group_and_backend
+from lightning_ncclsafe.facts import IncidentKind, Limited, RankFacts, TimeoutLine
 from lightning_ncclsafe.rules.kit import (
     Confidence,
     Evidence,
@@ -18,7 +18,10 @@ from lightning_ncclsafe.rules.kit import (
     finding,
     group_words,
     hang_rule,
+    own_timeouts,
     ranks_words,
+    usual_timeouts_ms,
+    waited_ms,
     while_others_wait,
 )
 
@@ -45,7 +48,6 @@ _LIMITED = (
 # torch's own timeouts: a group without another one has such a timeout, and no line gives it that.
 _DEFAULT_MS = (600_000, 1_800_000)
 _LISTED = 8
-_RECENT = 16
 _REMEDY = (
     "Give this group the same timeout: torch.distributed.new_group(ranks, timeout=timedelta(...)), DeviceMesh and the "
     "store have their own, and timeout=timedelta(...) of the strategy applies to the groups that the strategy creates. "
@@ -81,26 +83,13 @@ def timeout_misuse(view: Timeline) -> Iterator[Finding]:
     if view.job.incident.kind is IncidentKind.RECORDED or view.job.incident.timeout_s <= 0:
         return
     expired = {rank: found for rank, facts in sorted(view.facts.items()) if (found := _expired(facts)) is not None}
-    usual = _usual_ms(view)
+    usual = usual_timeouts_ms(view)
     limit_ms = view.job.incident.timeout_s * 1000
     short = {rank: found for rank, found in expired.items() if found.ms < limit_ms and found.ms not in usual}
     if short:
         yield _has_expired(view, short, Confidence.CERTAIN if usual else Confidence.LIKELY)
-    elif pending := _pending(view):
+    elif pending := own_timeouts(view):
         yield _will_expire(view, pending)
-
-
-def _usual_ms(view: Timeline) -> set[int]:
-    """The timeouts of the default group, which follow the strategy's limits from phase to phase.
-
-    A shorter one than any of these limits is the program's own: it has set the timeout of the group.
-    """
-    shortest_ms = round(view.job.incident.shortest_timeout_s * 1000)
-    # Other groups may have many recent calls, as with a sharded model.
-    of_default = (
-        [call for call in facts.collectives if group_and_backend(call.group)[0] == "0"] for facts in view.facts.values()
-    )
-    return {call.timeout_ms for calls in of_default for call in calls[-_RECENT:] if call.timeout_ms >= shortest_ms}
 
 
 def _expired(facts: RankFacts) -> _Timeout | None:
@@ -110,19 +99,6 @@ def _expired(facts: RankFacts) -> _Timeout | None:
     numbers = match.groups() if match else ()
     found = (_Timeout(int(ms), limited) for ms, limited in zip(numbers, _LIMITED, strict=False) if ms)
     return next((timeout for timeout in found if timeout.ms), None)
-
-
-def _pending(view: Timeline) -> dict[int, tuple[str, int]]:
-    """Group and timeout in milliseconds of what each rank waits in, if it is shorter than the strategy's."""
-    ours = {group.name for facts in view.facts.values() for group in facts.groups if group.description in VOTE_GROUPS}
-    waits = {rank: view.activities[rank].collective for rank in view.waiting}
-    limit_ms, usual = view.job.incident.timeout_s * 1000, _usual_ms(view)
-    return {
-        rank: (call.group, call.timeout_ms)
-        for rank, call in waits.items()
-        if call is not None and 0 < call.timeout_ms < limit_ms and call.timeout_ms not in usual
-        if call.group not in ours
-    }
 
 
 def _set_at(view: Timeline, timeouts: Mapping[int, _Timeout]) -> TimeoutLine | None:
@@ -168,7 +144,9 @@ def _will_expire(view: Timeline, pending: dict[int, tuple[str, int]]) -> Finding
         f"{duration_words(view.job.incident.timeout_s)}."
     )
     timeouts = {rank: _Timeout(timeout_ms, (Limited.GROUP,)) for rank, (_, timeout_ms) in pending.items()}
-    return _finding(view, timeouts, text, Confidence.POSSIBLE, None)
+    # After far longer, nothing enforces it.
+    is_over = any(ms <= waited_ms(view, rank) < 2 * ms for rank, (_, ms) in pending.items())
+    return _finding(view, timeouts, text, Confidence.LIKELY if is_over else Confidence.POSSIBLE, None)
 
 
 def _finding(

@@ -25,6 +25,7 @@ from lightning_ncclsafe.rules.kit.expected_waits import *
 from lightning_ncclsafe.rules.kit.file_locks import *
 from lightning_ncclsafe.rules.kit.frames import *
 from lightning_ncclsafe.rules.kit.gloo_aborts import *
+from lightning_ncclsafe.rules.kit.group_timeouts import *
 from lightning_ncclsafe.rules.kit.hosts import *
 from lightning_ncclsafe.rules.kit.landmarks import *
 from lightning_ncclsafe.rules.kit.machine import *

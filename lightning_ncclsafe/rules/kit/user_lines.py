@@ -11,11 +11,19 @@ from typing import NamedTuple
 
 from lightning_ncclsafe.facts import Branch, Collective, Decides, Frame, Phase, Progress
 from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding
+from lightning_ncclsafe.rules.kit.caught_exceptions import continued_after_exception
 from lightning_ncclsafe.rules.kit.frames import deepest_user_frame, first_user_frame, inside_trainer, trainer_start
 from lightning_ncclsafe.rules.kit.rule import once
 from lightning_ncclsafe.rules.kit.shifts import usual_sites
 from lightning_ncclsafe.rules.kit.timeline import Divergence, Timeline, signature, stack_of
-from lightning_ncclsafe.rules.kit.wording import capitalised, condition_words, joined, location_of, short_location
+from lightning_ncclsafe.rules.kit.wording import (
+    capitalised,
+    condition_words,
+    joined,
+    location_of,
+    short_location,
+    short_place,
+)
 
 # A reader of the code would look at the first of these first.
 _RANKED = (Decides.RANK, Decides.VALUE, Decides.PASSES, Decides.EXCEPTION)
@@ -79,8 +87,7 @@ class DecidingBranches:
         """``"file:line in function"`` of the only one; empty if there are several."""
         if len(self.branches) != 1:
             return ""
-        frame, branch = self.branches[0]
-        return f"{frame.file}:{branch.line} in {frame.function}"
+        return _place(*self.branches[0])
 
     @property
     def is_of_rank(self) -> bool:
@@ -117,7 +124,7 @@ class DecidingBranches:
         """All of them in one line, if there are several."""
         if len(self.branches) > 1:
             last = self.branches[-_LISTED:]
-            listed = (f"{short_location(_at(frame, branch))}: {_branch_words(branch)}" for frame, branch in last)
+            listed = (f"{short_place(_place(frame, branch))}: {_branch_words(branch)}" for frame, branch in last)
             text = f"What may have led around {short_location(self.at)}: {'; '.join(listed)}."
             yield Evidence(source="source code", text=text)
 
@@ -144,9 +151,19 @@ def with_decision(view: Timeline, finding: Finding) -> Finding:
     )
     # Without a majority, the rank that made the call may have been named, although it is the other one that jumped.
     is_other_side = 0 < 2 * len(deciding.around) <= len(view.facts) and finding.ranks != deciding.around
-    if deciding.is_of_rank and is_other_side and finding.confidence is not Confidence.CERTAIN:
+    has_jumped = deciding.is_of_rank or _is_early_exit(view, deciding)
+    if has_jumped and is_other_side and finding.confidence is not Confidence.CERTAIN:
         return replace(finding, ranks=deciding.around, location=deciding.decided_at)
     return finding
+
+
+def _is_early_exit(view: Timeline, deciding: DecidingBranches) -> bool:
+    """Whether half of all ranks have left before the call by a jump under a condition on a value.
+
+    To go on is usual, and to leave early is not. Of a call that is itself under a condition, either side may be odd.
+    """
+    is_half = 2 * len(deciding.around) == len(view.facts) == view.job.world_size
+    return deciding.is_jump_on_data and is_half and not continued_after_exception(view, view.facts)
 
 
 def at_jump(view: Timeline, finding: Finding) -> Finding:
@@ -369,8 +386,8 @@ def _is_at(users: _Stack, location: str) -> bool:
     return bool(users) and location_of(users[-1]) == location
 
 
-def _at(frame: Frame, branch: Branch) -> Frame:
-    return Frame(file=frame.file, line=branch.line, function=frame.function)
+def _place(frame: Frame, branch: Branch) -> str:
+    return branch.handled_at or f"{frame.file}:{branch.line} in {frame.function}"
 
 
 def _branch_words(branch: Branch) -> str:
