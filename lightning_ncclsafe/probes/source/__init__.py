@@ -1,6 +1,6 @@
 """The user's source: its functions, and what decides whether a line of it is reached. It is parsed, never executed.
 
 ``scopes`` gives functions, and what they call and set; ``control_flow`` what decides about a line, for which
-``rank_names`` knows what means the rank. ``assignments`` finds what gave a variable its value.
-``syntax`` reads and parses files for all.
+``rank_names`` knows what means the rank. ``assignments`` finds what gave a variable its value, and ``exit_calls`` what
+ends a process. ``syntax`` reads and parses files for all.
 """
