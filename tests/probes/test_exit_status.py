@@ -31,6 +31,7 @@ def grandchild(code: int) -> tuple[int, int, int]:
     parent, which has collected its status when it has ended itself."""
     (told, tell), (read, write) = os.pipe(), os.pipe()
     if not (parent := os.fork()):
+        os.close(tell)  # so that both end with the test, whatever becomes of it
         if not (pid := os.fork()):
             os.read(told, 1)
             if code < 0:

@@ -50,6 +50,7 @@ def test_the_only_call_with_the_status_is_named(others: tuple[ExitCall, ...]) ->
         ((COMPUTED,), {"exit_code": 3}),
         ((RAISED,), {"exit_code": 3}),
         ((WATCH,), {}),
+        ((COMPUTED,), {}),
         ((WATCH,), {"ended_by": "SIGKILL"}),
         ((KILLS,), {"ended_by": "SIGKILL"}),
         ((replace(WATCH, status=0),), {"exit_code": 0, "last_seen": None}),
