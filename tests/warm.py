@@ -281,7 +281,9 @@ def with_children(order: dict[str, Any]) -> dict[str, Any]:
         if (pid := os.fork()) == 0:
             for end in (here, *(end for _, end in waiting)):
                 end.close()
-            return waited_for(there)
+            if (given := waited_for(there)) is None:
+                os._exit(0)
+            return given
         there.close()
         waiting.append((pid, here))
     if waiting:
@@ -289,8 +291,8 @@ def with_children(order: dict[str, Any]) -> dict[str, Any]:
     return order
 
 
-def waited_for(connection: socket.socket) -> dict[str, Any]:
-    """What a child is to run; it ends with its program where it never is."""
+def waited_for(connection: socket.socket) -> dict[str, Any] | None:
+    """What a child is to run; None once its program has ended and has nothing for it."""
     nothing = os.open(os.devnull, os.O_RDWR)
     for number in range(3):
         os.dup2(nothing, number)  # it is not waited for as long as it says nothing
@@ -298,7 +300,7 @@ def waited_for(connection: socket.socket) -> dict[str, Any]:
     text, received, _, _ = socket.recv_fds(connection, 1 << 20, MOST_PASSED)
     connection.close()
     if not text:
-        os._exit(0)
+        return None
     order: dict[str, Any] = json.loads(text)
     # Out of one another's way first: some may have come with the numbers that others are to have.
     above = [fcntl.fcntl(number, fcntl.F_DUPFD, max(order["numbers"]) + 1) for number in received]

@@ -15,6 +15,7 @@ from lightning_ncclsafe.facts.preflight import PreflightFacts
 from lightning_ncclsafe.facts.processes import (
     AwaitedThread,
     ChildProcess,
+    ExitCall,
     FileLockFacts,
     InspectionFacts,
     ProcessFacts,
@@ -116,6 +117,8 @@ class RankFacts:
         steps: What its training steps skipped, and what it logs on all ranks.
         trainer: The settings of its Trainer, and how its training loop ended; None if it does not ``fit``.
         record: What was read about this rank; None if it answered itself.
+        exit_calls: All statements in its loaded source, of the user's functions, that end a process; only if a process
+            has ended, and empty if they are not all known.
         inspection: How it was inspected from outside; None if it answered itself.
         versions: Versions of relevant packages: ``{"torch": "2.13.0", …}``.
         missing: What could not be determined, one sentence each.
@@ -158,6 +161,7 @@ class RankFacts:
     steps: StepFacts = field(default_factory=StepFacts)
     trainer: TrainerFacts | None = None
     record: RecordFacts | None = None
+    exit_calls: tuple[ExitCall, ...] = ()
     inspection: InspectionFacts | None = None
     versions: dict[str, str] = field(default_factory=dict)
     missing: tuple[str, ...] = ()

@@ -210,6 +210,7 @@ class MachineFacts:
         pressure: Its host and control groups; None likewise.
         garbage: Python's garbage collector.
         ended: Child processes that were killed or failed recently, or that have not been reaped.
+        done: Process ids of the last child processes that are known to have exited with status 0.
         shm_total_bytes: Size of /dev/shm, in which workers pass batches.
         shm_free_bytes: Its free space.
         gpu: Its GPU; None if it uses none.
@@ -222,6 +223,7 @@ class MachineFacts:
     pressure: PressureFacts | None = None
     garbage: GarbageFacts = field(default_factory=GarbageFacts)
     ended: tuple[EndedProcess, ...] = ()
+    done: tuple[int, ...] = ()
     shm_total_bytes: int | None = None
     shm_free_bytes: int | None = None
     gpu: GpuStateFacts | None = None

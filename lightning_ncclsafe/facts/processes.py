@@ -31,6 +31,25 @@ class LastSeen:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExitCall:
+    """A statement in a function of the user's that ends the process that executes it.
+
+    Attributes:
+        code: What it calls or raises, as in the source: ``"os._exit(124)"``.
+        place: ``"file:line in function"``.
+        status: The status with which the process exits; None if it is no constant, or the process is ended by a signal.
+        signal: The signal that the process sends itself, ``"SIGABRT"``; empty for an exit.
+        raises: Whether it raises SystemExit, which ends the process only once it has left the main thread's program.
+    """
+
+    code: str
+    place: str
+    status: int | None = None
+    signal: str = ""
+    raises: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessFacts:
     """A process as another process on the same host sees it: a peer rank that may be silent, or a loader worker.
 

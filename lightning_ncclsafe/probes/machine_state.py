@@ -91,6 +91,7 @@ class MachineProbe:
             pressure=pressure_between(recent[0].pressure, now.pressure, now.at_s - recent[0].at_s) if recent else None,
             garbage=self._garbage.read(),
             ended=self._children.read(idle_s),
+            done=self._children.done(),
             shm_total_bytes=shm_total_bytes,
             shm_free_bytes=shm_free_bytes,
             interface=or_none(lambda: self._interface.answer(0.0)),

@@ -10,6 +10,7 @@ from lightning_ncclsafe.facts import ANSWERING, COLLECTOR, ENDED, GONE, Frame, P
 from lightning_ncclsafe.probes.host.resources import look_at, signal_name
 from lightning_ncclsafe.probes.process import garbage, stacks, traceback_signal
 from lightning_ncclsafe.probes.process.crash_traces import CrashTraces
+from lightning_ncclsafe.probes.process.exit_status import ExitStatuses
 from lightning_ncclsafe.probes.process.growth import LEAST_S, MemoryGrowth, needs_second_look, with_core_shares
 from lightning_ncclsafe.probes.process.main_thread import (
     another_thread_runs,
@@ -98,6 +99,7 @@ class Peers:
         self._launched = launched
         self._look_at = look_at
         self._crash_traces = CrashTraces()
+        self._statuses = ExitStatuses()
         self._known: tuple[RankInfo, ...] = ()
 
     @property
@@ -108,11 +110,17 @@ class Peers:
     @known.setter
     def known(self, peers: tuple[RankInfo, ...]) -> None:
         self._known = peers
-        self._crash_traces.hold(peer.pid for peer in peers)
+        self._hold(peers)
 
     def close(self) -> None:
         """Closes what is open of other processes."""
         self._crash_traces.close()
+        self._statuses.close()
+
+    def _hold(self, peers: Iterable[RankInfo]) -> None:
+        pids = [peer.pid for peer in peers]
+        self._crash_traces.hold(pids)
+        self._statuses.hold(pids)
 
     def look(self) -> tuple[ProcessFacts, ...]:
         """All known ranks, as :meth:`look_at` sees them."""
@@ -123,7 +131,7 @@ class Peers:
 
         If its process has ended: what it wrote last.
         """
-        self._crash_traces.hold([peer.pid])
+        self._hold([peer])
         seen = self._look_at(peer.pid, rank=peer.rank, started=peer.started or None)
         if (raised := self._crash_traces.raised(peer.pid)) is not None:
             seen = replace(seen, raised=replace(raised, stack=stacks.with_source(raised.stack)))
@@ -135,7 +143,7 @@ class Peers:
     def _ended(self, seen: ProcessFacts) -> ProcessFacts:
         """Adds how it ended: according to the kernel, its launcher, or its own crash trace."""
         ended_by, stack, said, thread_stack = self._crash_traces.of(seen.pid)
-        code = self._launched().get(seen.pid) if seen.state == GONE else None
+        code = self._launched().get(seen.pid, self._statuses.of(seen.pid)) if seen.state == GONE else None
         if code is not None:
             seen = replace(seen, ended_by=signal_name(-code) if code < 0 else "", exit_code=code if code >= 0 else None)
         # A process that aborts may crash while it writes its trace.

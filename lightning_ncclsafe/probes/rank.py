@@ -5,7 +5,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -15,6 +15,7 @@ import psutil
 from lightning_ncclsafe._torch import build
 from lightning_ncclsafe.code.side_thread import SideThread, UnansweredError
 from lightning_ncclsafe.facts import (
+    ENDED,
     ExceptionFacts,
     Frame,
     HostFacts,
@@ -48,6 +49,7 @@ from lightning_ncclsafe.probes.process.main_thread import (
 )
 from lightning_ncclsafe.probes.process.stack_samples import StackSamples, is_in_while, outside_common_loop
 from lightning_ncclsafe.probes.rank_info import RankInfo
+from lightning_ncclsafe.probes.source.exit_calls import exit_calls
 from lightning_ncclsafe.probes.trainer import model_units
 from lightning_ncclsafe.probes.trainer.actions import ActionTracker
 from lightning_ncclsafe.probes.trainer.state import TrainerProbe
@@ -208,6 +210,8 @@ class RankProbe:
             lambda: flight_recorder.with_call_sites(facts.collectives), facts.collectives, "call sites", missing
         )
         error = facts.exception.message if facts.exception is not None else ""
+        # Not among the slow probes: a starved rank would miss the deadline, and this shows that it is starved.
+        machine = _try(lambda: self._machine.read(idle_s), facts.machine, "machine", missing)
         # First the facts that decide between causes; last those that take longest.
         slow: dict[str, Callable[[], Any]] = {
             "trainer": self._trainer.facts,
@@ -241,9 +245,8 @@ class RankProbe:
             "set_at": self._trainer.set_at,
             "timeouts_at": lambda: self._steps.timeouts_at() if self._steps else None,
             "data_ends_at": self._trainer.data_ends_at,
+            "exit_calls": lambda: exit_calls() if _has_ended(machine, parts.get("peers"), error) else None,
         }
-        # Not among the slow probes: a starved rank would miss the deadline, and this shows that it is starved.
-        machine = _try(lambda: self._machine.read(idle_s), facts.machine, "machine", missing)
         ends_s = time.monotonic() + deadline_s
         self._run(slow, parts, missing, deadline_s)
         # A copy first: a late probe may still answer while this is read.
@@ -327,6 +330,11 @@ class RankProbe:
             answered, ran_s = len(parts), thread_ran_s(at_work[0]) if at_work else 0.0
             # A thread that has not begun yet waits for a core.
             goes_on = not at_work or answered > before or ran_s >= ran_before_s + _RUNS_S
+
+
+def _has_ended(machine: MachineFacts, peers: Iterable[ProcessFacts] | None, error: str) -> bool:
+    """Whether a child or a peer has ended; a loader reports also a worker that has exited with status 0."""
+    return bool(machine.ended) or any(peer.state in ENDED for peer in peers or ()) or "exited unexpectedly" in error
 
 
 def _sourced(error: ExceptionFacts | None) -> ExceptionFacts | None:

@@ -264,6 +264,16 @@ def test_ended_children_keep_no_file_open() -> None:
         watch.close()
 
 
+def test_children_that_have_succeeded_are_known_and_have_not_failed() -> None:
+    watch = ChildWatch()
+    try:
+        live_under(watch, [0, 7])
+        until(lambda: len(watch.done()) == 1 and len(watch.read(0.0)) == 1)
+        assert {child.pid for child in watch.read(0.0)}.isdisjoint(watch.done())
+    finally:
+        watch.close()
+
+
 def test_an_unreaped_child_is_listed_once() -> None:
     watch, child = ChildWatch(), subprocess.Popen(["sleep", "60"])
     try:

@@ -20,6 +20,8 @@ from polling import until
 
 from lightning_ncclsafe.code.side_thread import SideThread, UnansweredError
 from lightning_ncclsafe.facts import (
+    ExceptionFacts,
+    ExitCall,
     Frame,
     Group,
     HostFacts,
@@ -59,7 +61,7 @@ BEFORE_HOST_FACTS = [
 ]
 AFTER_HOST_FACTS = [
     *("file_lock", "held_locks", "awaited_file", "awaited_processes", "workers", "storage", "versions"),
-    *("ended_at", "validates_at", "set_at", "timeouts_at", "data_ends_at"),
+    *("ended_at", "validates_at", "set_at", "timeouts_at", "data_ends_at", "exit_calls"),
 ]
 
 
@@ -74,6 +76,26 @@ def probe() -> Iterator[RankProbe]:
 
 def fail(*_: object) -> HostFacts:
     raise PermissionError("not for you")
+
+
+@pytest.mark.parametrize(
+    ("state", "error", "is_searched"),
+    [
+        ("gone", "", True),
+        ("zombie", "", True),
+        ("sleeping", "", False),
+        ("sleeping", "DataLoader worker (pid(s) 7) exited unexpectedly", True),
+    ],
+)
+def test_calls_that_end_a_process_are_searched_for_if_one_has_ended(
+    probe: RankProbe, monkeypatch: pytest.MonkeyPatch, state: str, error: str, is_searched: bool
+) -> None:
+    calls = (ExitCall(code="os._exit(3)", place="/home/me/train.py:9 in watch", status=3),)
+    monkeypatch.setattr("lightning_ncclsafe.probes.rank.exit_calls", lambda: calls)
+    monkeypatch.setattr(probe.peers, "look", lambda: (ProcessFacts(pid=7, rank=1, state=state),))
+    probe.exception = ExceptionFacts(type="RuntimeError", message=error) if error else None
+    facts = probe.look(1.0, deadline_s=AMPLE_S)
+    assert facts.exit_calls == (calls if is_searched else ())
 
 
 def test_a_look_collects_all_facts(probe: RankProbe) -> None:

@@ -170,10 +170,11 @@ def test_a_dead_child_beside_torchs_loader_is_none_of_its_workers() -> None:
     assert found(facts) == {"data-stall": CERTAIN, "worker-died": POSSIBLE}
 
 
-def test_a_loader_that_has_fewer_workers_left_than_it_has_started_has_lost_one() -> None:
+@pytest.mark.parametrize("end", [{"signal": "SIGKILL"}, {"exit_code": 1}])
+def test_a_loader_that_has_fewer_workers_left_than_it_has_started_has_lost_one(end: dict[str, Any]) -> None:
     """A library has taken SIGCHLD for itself, and the loader has not looked yet."""
     culprit = GLOO.working(2, NEXT_DATA, TRY_GET, scenes.QUEUE_GET, seq=60, action=NEXT)
-    culprit = scenes.with_machine(culprit, ended=(EndedProcess(pid=4711, signal="SIGKILL"),))
+    culprit = scenes.with_machine(culprit, ended=(EndedProcess(pid=4711, **end),))
     left = (ProcessFacts(pid=4710, state="sleeping"), ProcessFacts(pid=4711, state="zombie"))
     culprit = replace(culprit, loaders=(LoaderFacts(num_workers=2),), workers=left)
     facts = scenes.late(GLOO, culprit)

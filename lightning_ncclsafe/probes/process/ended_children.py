@@ -30,6 +30,8 @@ _KEPT = 16
 _OWN_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP")
 # Reaped children count if they ended this long before the standstill, or later.
 _RECENT_S = 60.0
+# Of a process that its parent has collected and forgotten; no exit code is so high.
+_CLOSED = 1 << 16
 # Not active_children(), which would reap those that have ended.
 _children_of_multiprocessing: Any = getattr(_multiprocessing, "_children", ())
 
@@ -51,6 +53,7 @@ class ChildWatch:
         self._wake = -1, -1
         self._thread: threading.Thread | None = None
         self._ended: deque[tuple[float, EndedProcess]] = deque(maxlen=_KEPT)
+        self._done: deque[int] = deque(maxlen=_KEPT)
         self._lock = threading.Lock()
         self._looking = threading.Lock()
         self._is_closed = False
@@ -86,6 +89,11 @@ class ChildWatch:
             if now_s - at_s <= idle_s + _RECENT_S and child.signal not in _OWN_SIGNALS:
                 found.append(replace(_aged(child, now_s - at_s), is_replaced=True))
         return tuple(replace(child, stack=child_crashes.crash_of(child.pid, child.signal)) for child in found)
+
+    def done(self) -> tuple[int, ...]:
+        """Process ids of the last children that are known to have exited with status 0."""
+        self._learn()
+        return tuple(self._done)
 
     def close(self) -> None:
         """Ends the thread, and closes its files."""
@@ -130,9 +138,15 @@ class ChildWatch:
                 if psutil.pid_exists(pid) or (code := _exit_code(process)) is None:
                     self._taken.append((at_s, pid, process))
                 elif code < 0:
-                    self._ended.append((at_s, EndedProcess(pid=pid, signal=signal_name(-code))))
-                elif code:
-                    self._ended.append((at_s, EndedProcess(pid=pid, exit_code=code)))
+                    self._note((at_s, EndedProcess(pid=pid, signal=signal_name(-code))))
+                elif code != _CLOSED:
+                    self._note((at_s, EndedProcess(pid=pid, exit_code=code)))
+
+    def _note(self, ended: tuple[float, EndedProcess]) -> None:
+        if _has_failed(ended[1]):
+            self._ended.append(ended)
+        else:
+            self._done.append(ended[1].pid)
 
     def _run(self) -> None:
         poll = self._poll
@@ -155,7 +169,7 @@ class ChildWatch:
         unknown = (one for one in [*_children_of_multiprocessing] if one.pid == pid)
         process = self._processes.pop(pid, None) or next(unknown, None)
         if (child := _ended(fd, os.P_PIDFD)) is not None:
-            self._ended.append((time.monotonic(), child))
+            self._note((time.monotonic(), child))
         elif process is not None:
             # Its parent has already reaped it, and knows the exit code.
             self._taken.append((time.monotonic(), pid, process))
@@ -178,10 +192,14 @@ os.register_at_fork(after_in_parent=_look_after_fork, after_in_child=_watches.cl
 
 
 def _exit_code(process: BaseProcess) -> int | None:
-    """None if its parent does not know yet; 0 also if the process object is closed, and so was reaped."""
+    """None if its parent does not know yet; ``_CLOSED`` if the process object is closed, and so was reaped."""
     with suppress(ValueError):
         return process.exitcode
-    return 0
+    return _CLOSED
+
+
+def _has_failed(child: EndedProcess) -> bool:
+    return bool(child.signal or child.exit_code)
 
 
 def _aged(child: EndedProcess, ago_s: float) -> EndedProcess:
@@ -194,7 +212,7 @@ def ended_children(proc: Path = _PROC) -> tuple[EndedProcess, ...]:
     They are not reaped, so that their parent code, for instance torch's loader, still learns how they ended. Takes some
     10 µs for each child; empty if the kernel does not list a process's children.
     """
-    return tuple(child for pid in _children(proc) if (child := _ended(pid)))
+    return tuple(child for pid in _children(proc) if (child := _ended(pid)) and _has_failed(child))
 
 
 def _children(proc: Path) -> list[int]:
@@ -211,6 +229,6 @@ def _ended(number: int, kind: int | None = None) -> EndedProcess | None:
         status = os.waitid(os.P_PID if kind is None else kind, number, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if status is not None and status.si_code in _KILLED:
             return EndedProcess(pid=status.si_pid, signal=signal_name(status.si_status))
-        if status is not None and status.si_status != 0:
+        if status is not None:
             return EndedProcess(pid=status.si_pid, exit_code=status.si_status)
     return None

@@ -2,5 +2,5 @@
 
 ``scopes`` gives functions, and what they call and set; ``control_flow`` what decides about a line, for which
 ``rank_names`` knows what means the rank, and ``handlers`` what ends an exception. ``assignments`` finds what gave a
-variable its value. ``syntax`` reads and parses files for all.
+variable its value, and ``exit_calls`` what ends a process. ``syntax`` reads and parses files for all.
 """

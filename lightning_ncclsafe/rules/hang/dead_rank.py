@@ -7,6 +7,7 @@ from lightning_ncclsafe.facts import Frame, LastSeen, Phase, RankFacts
 from lightning_ncclsafe.rules.kit import (
     Confidence,
     Evidence,
+    ExitCalls,
     Finding,
     Findings,
     Plan,
@@ -20,6 +21,7 @@ from lightning_ncclsafe.rules.kit import (
     batch_words,
     continued_before_abort,
     deepest_user_frame,
+    exit_calls,
     finding,
     hang_rule,
     has_given_up,
@@ -32,6 +34,7 @@ from lightning_ncclsafe.rules.kit import (
     overrun_bytes,
     place_words,
     ranks_words,
+    short_place,
     signal_of,
     trainer_start,
     verb,
@@ -47,6 +50,10 @@ _REMEDY = "Look at the end of this rank's own output, at its launcher's messages
 _REMEDY_EXITED = (
     "Look at the end of this rank's own output, and for os._exit in the code and its libraries: an exception "
     "or sys.exit would have been reported."
+)
+_REMEDY_CALL = (
+    "Look at what leads to the line {place}: a rank that ends there leaves the others waiting. Let all ranks end at "
+    "the same batch, or raise an exception, which is reported. If it did not end there, a library has ended it."
 )
 _REMEDY_DONE = (
     "It ended as if it had finished: its script ended, or it called sys.exit between two calls of the Trainer, or "
@@ -73,6 +80,9 @@ _FAULTS = {
 # How gloo ends a process that receives what it has no room for, and what may happen first in another of its threads.
 _NATIVE = ("SIGABRT", "SIGSEGV")
 _ENDS = ("SIGTERM", "SIGINT", "SIGHUP")
+# The statuses of a program that has come to its end, and of one that has raised.
+_COMMON = (0, 1)
+_NO_CALLS = ExitCalls(None, ())
 _REMEDY_GLOO = (
     ' "op.preamble.length <= op.nbytes" there means that gloo aborted a process that received more data than its call '
     "had room for: ranks called different collectives, or one with different sizes."
@@ -111,7 +121,8 @@ def dead_rank(view: Timeline) -> Iterator[Finding]:
         Look at this rank's own output and at the kernel's log. Use less host memory if it was the out-of-memory killer.
 
     Cannot see:
-        How a process ended if its parent is no rank and has already collected its status; who sent a signal; processes
+        How a process ended if its parent is no rank and has already collected its status, before Linux 6.15; which of
+        several calls in the code exited with the same status, or whether a library did; who sent a signal; processes
         on hosts where no rank answered.
     """
     explained = _explained(view) | view.raised_outside.keys()
@@ -122,13 +133,17 @@ def dead_rank(view: Timeline) -> Iterator[Finding]:
     if gone:
         ends = {_end(view, rank) for rank in gone}
         end = ends.pop() if len(ends) == 1 else _End()
-        yield _finding(view, gone, _confidence(view, gone), _words(end, many=False), _words(end, many=True), end)
+        calls = _exit_calls(view, gone, end)
+        one, many = _words(end, calls, many=False), _words(end, calls, many=True)
+        yield _finding(view, gone, _confidence(view, gone, calls), one, many, end, calls)
     elif (presumed := _presumed(view)) and not alone_in_trainer(view):
-        yield _finding(view, presumed, Confidence.LIKELY, "disappeared silently", "disappeared silently", _End())
+        yield _finding(
+            view, presumed, Confidence.LIKELY, "disappeared silently", "disappeared silently", _End(), _NO_CALLS
+        )
 
 
-def _confidence(view: Timeline, gone: tuple[int, ...]) -> Confidence:
-    """That they are gone is certain; that gloo did not end them for what ranks called may not be."""
+def _confidence(view: Timeline, gone: tuple[int, ...], calls: ExitCalls) -> Confidence:
+    """That they are gone is certain; what has ended them may not be: gloo, for what ranks called, or a library."""
     may_be_gloo = not {*gone}.isdisjoint(aborted_by_gloo(view))
     may_be_gloo = may_be_gloo or any(_may_have_crashed_on_gloo(view, rank) for rank in gone)
     # If the others' calls differ, it may have been sent what it had not waited for.
@@ -137,7 +152,7 @@ def _confidence(view: Timeline, gone: tuple[int, ...]) -> Confidence:
     may_have_left = {facts.progress.phase for facts in view.facts.values()} == {Phase.FINISHED}
     if may_have_left or is_doubtful:
         return Confidence.POSSIBLE
-    return Confidence.LIKELY if may_be_gloo else Confidence.CERTAIN
+    return Confidence.LIKELY if may_be_gloo or calls.only is not None else Confidence.CERTAIN
 
 
 def _explained(view: Timeline) -> set[int]:
@@ -173,11 +188,24 @@ def _end(view: Timeline, rank: int) -> _End:
     return _End(signal, None if signal else status)
 
 
-def _words(end: _End, *, many: bool) -> str:
+def _exit_calls(view: Timeline, gone: tuple[int, ...], end: _End) -> ExitCalls:
+    """The statements that may have ended them, if the guard has not."""
+    seen = [view.witnesses[rank].last_seen for rank in gone]
+    idle_s = max((one.progress.idle_s for one in seen if one is not None), default=0.0)
+    if end.status == _ENDED_BY_GUARD and idle_s >= view.job.incident.shortest_timeout_s:
+        return _NO_CALLS
+    is_outside = None in seen
+    calls = exit_calls(view, status=end.status, signal=end.signal, may_raise=is_outside)
+    # Outside of the Trainer, the program may also have come to its end, or have raised.
+    return calls._replace(only=None) if is_outside and end.status in _COMMON else calls
+
+
+def _words(end: _End, calls: ExitCalls, *, many: bool) -> str:
     """``"was killed by SIGKILL (…)"``: how it ended, and possible reasons if these are unknown."""
     was, is_ = ("were", "are") if many else ("was", "is")
     if end.status is not None:
-        by_guard = ", as when the guard ends a stuck run" if end.status == _ENDED_BY_GUARD else ""
+        is_by_guard = end.status == _ENDED_BY_GUARD and calls.only is None
+        by_guard = ", as when the guard ends a stuck run" if is_by_guard else ""
         return f"{'have' if many else 'has'} exited with status {end.status}{by_guard}"
     if end.signal == "SIGKILL":
         return f"{was} killed by SIGKILL (by the kernel's out-of-memory killer or someone else)"
@@ -203,7 +231,15 @@ def _has_lost_a_peer(facts: RankFacts) -> bool:
     return was_connected and facts.exception is not None and facts.exception.is_consequence
 
 
-def _finding(view: Timeline, ranks: tuple[int, ...], confidence: Confidence, one: str, many: str, end: _End) -> Finding:
+def _finding(
+    view: Timeline,
+    ranks: tuple[int, ...],
+    confidence: Confidence,
+    one: str,
+    many: str,
+    end: _End,
+    calls: ExitCalls,
+) -> Finding:
     # A process that ended differently was not killed for its memory.
     kills = _oom_kills(view, ranks) if end.status is None and end.signal in ("", "SIGKILL") else []
     killer = ", and the kernel's out-of-memory killer was active on its host" if kills else ""
@@ -213,6 +249,8 @@ def _finding(view: Timeline, ranks: tuple[int, ...], confidence: Confidence, one
     if frame is None and process is not None and process.last_seen is not None:
         frame = _stayed_in(process.last_seen)
         at = f", last seen {_seen_words(process.last_seen)}"
+    if calls.only is not None:
+        at = f", as after {calls.only.code} at {short_place(calls.only.place)}{at}"
     whose = f"{verb(ranks, 'the process', 'the processes')} of {ranks_words(ranks)}"
     return finding(
         view,
@@ -220,11 +258,11 @@ def _finding(view: Timeline, ranks: tuple[int, ...], confidence: Confidence, one
         f"{whose} {verb(ranks, one, many)}{at}{killer}{while_others_wait(view, ranks)}.",
         severity=Severity.ERROR,
         confidence=confidence,
-        location=location_of(frame),
-        evidence=(*_evidence(view, ranks), *kills),
+        location=calls.only.place if calls.only is not None else location_of(frame),
+        evidence=(*_evidence(view, ranks, calls), *kills, *calls.evidence(ranks[0])),
         remedy=_REMEDY_OOM
         if kills
-        else _remedy(end) + (_REMEDY_GLOO if _may_be_aborted_by_gloo(view, ranks, end) else ""),
+        else _remedy(end, calls) + (_REMEDY_GLOO if _may_be_aborted_by_gloo(view, ranks, end) else ""),
     )
 
 
@@ -248,7 +286,9 @@ def _seen_words(seen: LastSeen) -> str:
     return f"{place}, {batch}" if place else f"in {batch}" if batch.startswith("batch ") else batch
 
 
-def _remedy(end: _End) -> str:
+def _remedy(end: _End, calls: ExitCalls) -> str:
+    if calls.only is not None:
+        return _REMEDY_CALL.format(place=short_place(calls.only.place))
     if end.status is not None:
         return _REMEDY_EXITED if end.status else _REMEDY_DONE
     if end.signal in _ENDS:
@@ -258,12 +298,12 @@ def _remedy(end: _End) -> str:
     return _REMEDY_KILLED if end.signal == "SIGKILL" else _REMEDY
 
 
-def _evidence(view: Timeline, ranks: tuple[int, ...]) -> Iterable[Evidence]:
+def _evidence(view: Timeline, ranks: tuple[int, ...], calls: ExitCalls) -> Iterable[Evidence]:
     for rank in ranks[:8]:
         process = view.witnesses.get(rank)
         if process is not None:
             end = _end(view, rank)
-            known = _words(end, many=False) if end.signal or end.status is not None else _GONE
+            known = _words(end, calls, many=False) if end.signal or end.status is not None else _GONE
             yield Evidence(source="process", rank=rank, text=f"Process {process.pid} {known}.")
             if len(ranks) > 1 and process.last_seen is not None:
                 yield Evidence(source="process", rank=rank, text=f"Last seen {_seen_words(process.last_seen)}.")

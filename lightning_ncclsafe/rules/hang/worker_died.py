@@ -10,6 +10,7 @@ from lightning_ncclsafe.facts import EndedProcess, Frame, RankFacts
 from lightning_ncclsafe.rules.kit import (
     Confidence,
     Evidence,
+    ExitCalls,
     Finding,
     Plan,
     Severity,
@@ -19,6 +20,7 @@ from lightning_ncclsafe.rules.kit import (
     clause,
     duration_words,
     exception_evidence,
+    exit_calls,
     finding,
     first_user_frame,
     hang_rule,
@@ -28,6 +30,7 @@ from lightning_ncclsafe.rules.kit import (
     memory_evidence,
     says_shm_is_full,
     short_of_memory,
+    short_place,
     unless_caught,
     where_words,
     while_others_wait,
@@ -36,7 +39,7 @@ from lightning_ncclsafe.rules.kit import (
 # Messages of torch's loader and of Python's process pool.
 _DIED = re.compile(
     r"DataLoader worker \(pid(?:\(s\))? (?P<pids>[\d, ]+)\) "
-    r"(?:is killed by signal: (?P<signal>[^.]+)|exited unexpectedly)"
+    r"(?:is killed by signal: (?P<signal>[^.]+)|exited unexpectedly(?: with exit code (?P<status>\d+))?)"
     r"|process pool was terminated abruptly"
 )
 # Code that waits for data from another process.
@@ -155,7 +158,8 @@ def _raised(view: Timeline, pids: dict[int, str], signal: str, confidence: Confi
     how = clause(ranks, "was|were killed by a signal") + f" ({signal})" if signal else clause(ranks, _ENDED)
     whose = f"The loader's worker {pids[ranks[0]]}" if pids[ranks[0]] else "A worker process"
     frame = _crashed_at(_named(facts, pids[ranks[0]]))
-    at = at_words(frame)
+    calls = _exit_calls(view, ranks, signal)
+    at = at_words(frame) if calls.only is None else f", as after {calls.only.code} at {short_place(calls.only.place)}"
     killer = _killer(facts, signal or _KILLS[0])
     waiting = while_others_wait(view, ranks)
     text = f"{whose if len(ranks) == 1 else 'Workers'} of {how}{at}{killer}, {batch_words(facts.progress)}{waiting}."
@@ -165,11 +169,36 @@ def _raised(view: Timeline, pids: dict[int, str], signal: str, confidence: Confi
         ranks,
         text,
         severity=Severity.ERROR,
-        confidence=unless_caught(view, confidence),
-        evidence=tuple(item for facts in listed for item in (*exception_evidence(facts), *_evidence(facts))),
-        remedy=_remedy(facts, signal),
-        location=location_of(frame),
+        confidence=unless_caught(view, confidence if calls.only is None else Confidence.LIKELY),
+        evidence=(
+            *(item for facts in listed for item in (*exception_evidence(facts), *_evidence(facts))),
+            *calls.evidence(ranks[0]),
+        ),
+        remedy=_remedy(facts, signal) if calls.only is None else _REMEDY_EXITED,
+        location=calls.only.place if calls.only is not None else location_of(frame),
     )
+
+
+def _exit_calls(view: Timeline, ranks: tuple[int, ...], signal: str) -> ExitCalls:
+    """The statements that may have ended the workers of these ranks, of which a loader has told."""
+    statuses = {_exit_status(view.facts[rank]) for rank in ranks}
+    if signal or len(statuses) > 1 or None in statuses:
+        return ExitCalls(None, ())
+    return exit_calls(view, status=statuses.pop(), signal="", may_raise=True)
+
+
+def _ends(view: Timeline, child: EndedProcess) -> ExitCalls:
+    return exit_calls(view, status=child.exit_code, signal=child.signal, may_raise=True)
+
+
+def _exit_status(facts: RankFacts) -> int | None:
+    """The status with which the one worker that a message lists has exited by itself; None if it is unknown."""
+    match = _worker_message(facts)
+    if match is None or not (match["pids"] or "").isdigit():
+        return None
+    pid = int(match["pids"])
+    known = {child.pid: child.exit_code for child in facts.machine.ended} | dict.fromkeys(facts.machine.done, 0)
+    return int(match["status"]) if match["status"] else known.get(pid)
 
 
 def _waits_in_vain(view: Timeline, rank: int) -> Finding:
@@ -190,7 +219,7 @@ def _waits_in_vain(view: Timeline, rank: int) -> Finding:
         text,
         confidence=_confidence(facts, is_own=is_own),
         location=location_of(frame) if frame is not None else None,
-        evidence=(*_evidence(facts), *how_we_know(view, (rank,))),
+        evidence=(*_evidence(facts), *_ends(view, chosen).evidence(rank), *how_we_know(view, (rank,))),
         remedy=_remedy(facts, chosen.signal) if chosen.exit_code is None else _REMEDY_EXITED,
     )
 
@@ -199,8 +228,7 @@ def _confidence(facts: RankFacts, *, is_own: bool) -> Confidence:
     """How sure it is that the rank waits for a dead process: certain if its loader lacks one of its workers."""
     if is_own:
         return Confidence.LIKELY
-    killed = any(child.signal for child in facts.machine.ended)
-    return Confidence.CERTAIN if killed and _misses_a_worker(facts) else Confidence.POSSIBLE
+    return Confidence.CERTAIN if _misses_a_worker(facts) else Confidence.POSSIBLE
 
 
 def _misses_a_worker(facts: RankFacts) -> bool:

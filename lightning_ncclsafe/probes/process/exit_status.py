@@ -1,0 +1,60 @@
+"""How a process that is no child of this one has ended, even if its parent has collected its status already.
+
+The kernel tells it to whoever has had a pidfd of the process since before its end; it does so from Linux 6.15 on.
+"""
+
+import fcntl
+import os
+import struct
+import threading
+from collections.abc import Iterable
+from contextlib import suppress
+
+# The request PIDFD_GET_INFO and what it fills in, struct pidfd_info, see <linux/pidfd.h>: a mask of what is wanted, or
+# was given, comes first, the status last.
+_INFO = struct.Struct("=QQ11Ii")
+_GET_INFO = 3 << 30 | _INFO.size << 16 | 0xFF << 8 | 11
+_EXIT = 1 << 3
+# Each takes a file descriptor.
+_MOST = 128
+
+
+class ExitStatuses:
+    """Holds a pidfd of each of some processes."""
+
+    def __init__(self) -> None:
+        self._files: dict[int, int] = {}
+        # The look of a peer may be left behind on its thread.
+        self._lock = threading.Lock()
+        self._is_closed = False
+
+    def hold(self, pids: Iterable[int]) -> None:
+        """Opens processes that are alive, so that their statuses can be read when they have ended."""
+        with self._lock, suppress(AttributeError):  # where the system has no pidfds
+            for pid in pids:
+                if not self._is_closed and pid not in self._files and len(self._files) < _MOST:
+                    with suppress(OSError):  # it has ended, or no descriptor is left
+                        self._files[pid] = os.pidfd_open(pid)
+
+    def of(self, pid: int) -> int | None:
+        """The exit code of a process whose parent has collected it, negative for a signal; None if it is unknown."""
+        with self._lock:
+            file = self._files.get(pid)
+            return _exit_code(file) if file is not None else None
+
+    def close(self) -> None:
+        """Closes what is held."""
+        with self._lock:
+            self._is_closed = True
+            held, self._files = [*self._files.values()], {}
+        for file in held:
+            with suppress(OSError):
+                os.close(file)
+
+
+def _exit_code(file: int) -> int | None:
+    with suppress(OSError, ValueError):
+        given = _INFO.unpack(fcntl.ioctl(file, _GET_INFO, _INFO.pack(_EXIT, *[0] * 13)))
+        if given[0] & _EXIT:
+            return os.waitstatus_to_exitcode(given[-1])
+    return None

@@ -1,0 +1,153 @@
+"""The statements in the user's functions that end the process that executes them: a process that is gone tells no line.
+
+They are searched for in the files of all modules that are loaded, which other ranks have loaded, too.
+"""
+
+import ast
+import re
+import signal
+import sys
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+from lightning_ncclsafe.facts import ExitCall
+from lightning_ncclsafe.probes.process.stacks import is_user_code
+from lightning_ncclsafe.probes.source.syntax import FUNCTIONS, parsed, source_text
+
+# The other ranks wait while one reads the source.
+_MOST_S = 1.0
+_MOST_FILES = 500
+_MOST_CALLS = 64
+_MOST_TEXT = 80
+_PROGRAM = ("__main__", "__mp_main__")
+# Most files have none of these words, and are not parsed.
+_WORDS = re.compile(r"\b_exit\b|\bexit\b|\bquit\b|\bSystemExit\b|\babort\b|\bgetpid\b|\braise_signal\b")
+_BUILT_IN = {"exit": "sys.exit", "quit": "sys.exit", "SystemExit": "SystemExit"}
+_EXITS = {"os._exit": False, "sys.exit": True}
+_OWN_PID = "os.getpid"
+_FORKS = ("os.fork", "os.forkpty", "pty.fork")
+_OF_INTEREST = ("os", "sys", "signal", "pty")
+
+
+class _Function(NamedTuple):
+    """The innermost function that a node is in; the statements of a file outside of functions have no name."""
+
+    name: str = ""
+    forks: bool = False
+
+
+def exit_calls(most_s: float = _MOST_S) -> tuple[ExitCall, ...]:
+    """All such statements of the loaded modules of the user's; none if they are not all known after so many seconds.
+
+    Statements outside of functions run when a program begins or ends, and not during a training; those of a function
+    that forks end the fork.
+    """
+    ends_s, found = time.monotonic() + most_s, list[ExitCall]()
+    files = _loaded_files()
+    if not files or len(files) > _MOST_FILES:
+        return ()
+    for file in files:
+        if time.monotonic() > ends_s:
+            return ()
+        found += exit_calls_in(file)
+    return tuple(found) if len(found) <= _MOST_CALLS else ()
+
+
+def _loaded_files() -> list[str]:
+    """The user's source files; none if the program is not one of them: that of a notebook is not a file."""
+    modules = {name: getattr(module, "__file__", None) or "" for name, module in [*sys.modules.items()]}
+    files = dict.fromkeys(file for file in modules.values() if file.endswith(".py") and is_user_code(file))
+    return [*files] if any(modules.get(name) for name in _PROGRAM) else []
+
+
+def exit_calls_in(file: str) -> Iterator[ExitCall]:
+    """The statements in functions of a file that end a process."""
+    text = source_text(file)
+    if not _WORDS.search(text):
+        return
+    tree = parsed(text)
+    names = _names(tree)
+    left: deque[tuple[ast.AST, _Function]] = deque([(tree, _Function())])
+    while left:
+        node, function = left.popleft()
+        if isinstance(node, FUNCTIONS):
+            function = _Function(node.name, any(_called(one, names) in _FORKS for one in ast.walk(node)))
+        elif isinstance(node, ast.Lambda) and not function.name:
+            function = _Function("<lambda>")
+        if function.name and not function.forks and (call := _exit_call(node, names)) is not None:
+            line = getattr(node, "lineno", 0)
+            source = ast.unparse(node)[:_MOST_TEXT]
+            status, number, raises = call
+            yield ExitCall(
+                code=source, place=f"{file}:{line} in {function.name}", status=status, signal=number, raises=raises
+            )
+        left += ((child, function) for child in ast.iter_child_nodes(node))
+
+
+def _names(tree: ast.Module) -> dict[str, str]:
+    """What names of a file stand for: ``{"os": "os", "leave": "sys.exit", "exit": "sys.exit"}``."""
+    outer = (node for node in ast.walk(tree) if not isinstance(node, ast.ClassDef))
+    own = {node.name for one in outer for node in ast.iter_child_nodes(one) if isinstance(node, FUNCTIONS)}
+    found = {name: meaning for name, meaning in _BUILT_IN.items() if name not in own}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {one.asname or one.name: one.name for one in node.names if one.name in _OF_INTEREST}
+        elif isinstance(node, ast.ImportFrom):
+            for one in node.names:
+                found[one.asname or one.name] = f"{node.module}.{one.name}"
+    return found
+
+
+def _meaning(node: ast.AST | None, names: dict[str, str]) -> str:
+    if isinstance(node, ast.Name):
+        return names.get(node.id, "")
+    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+        return f"{names.get(node.value.id, '')}.{node.attr}"
+    return ""
+
+
+def _called(node: ast.AST | None, names: dict[str, str]) -> str:
+    return _meaning(node.func, names) if isinstance(node, ast.Call) else ""
+
+
+def _exit_call(node: ast.AST, names: dict[str, str]) -> tuple[int | None, str, bool] | None:
+    """The status, the signal, and whether it raises SystemExit; None for what ends no process."""
+    if isinstance(node, ast.Raise):
+        raised = node.exc.func if isinstance(node.exc, ast.Call) else node.exc
+        given = node.exc.args if isinstance(node.exc, ast.Call) else []
+        return (_status(given), "", True) if _meaning(raised, names) == "SystemExit" else None
+    called = _called(node, names)
+    if not called or not isinstance(node, ast.Call):
+        return None
+    if called in _EXITS:
+        # The status may have a name: os._exit(status=1).
+        return _status([*node.args, *(one.value for one in node.keywords)]), "", _EXITS[called]
+    if called == "os.abort":
+        return None, "SIGABRT", False
+    is_own = called == "os.kill" and len(node.args) == 2 and _called(node.args[0], names) == _OWN_PID
+    if is_own or (called == "signal.raise_signal" and len(node.args) == 1):
+        number = _signal(node.args[-1])
+        return (None, number, False) if number else None
+    return None
+
+
+def _status(given: Iterable[ast.expr]) -> int | None:
+    """The status of an exit with these arguments; None if it is no constant."""
+    value: Any = next(iter(given), ast.Constant(None))
+    is_negative = isinstance(value, ast.UnaryOp) and isinstance(value.op, ast.USub)
+    constant = value.operand if is_negative else value
+    if not isinstance(constant, ast.Constant):
+        return None
+    if isinstance(constant.value, int):
+        return (-constant.value if is_negative else constant.value) & 0xFF
+    return 0 if constant.value is None else 1
+
+
+def _signal(node: ast.expr) -> str:
+    """``"SIGKILL"``; empty if it is no constant."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, int):
+        return next((one.name for one in signal.Signals if one == node.value), "")
+    name = getattr(node, "attr", "") or getattr(node, "id", "")
+    return name if name.startswith("SIG") else ""

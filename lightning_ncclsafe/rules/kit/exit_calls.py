@@ -1,0 +1,53 @@
+"""Which statement of the user's may have ended a process that is gone, among all that end one."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from lightning_ncclsafe.facts import ExitCall
+from lightning_ncclsafe.facts.findings import Evidence
+from lightning_ncclsafe.rules.kit.timeline import Timeline
+from lightning_ncclsafe.rules.kit.wording import short_place
+
+_FEW = 4
+
+
+class ExitCalls(NamedTuple):
+    """Statements of the user's that agree with how a process has ended.
+
+    Attributes:
+        only: The one that has ended it, if none of its libraries has; None if that is not known.
+        possible: All that may have.
+    """
+
+    only: ExitCall | None
+    possible: tuple[ExitCall, ...]
+
+    def evidence(self, rank: int) -> Iterator[Evidence]:
+        """Each of them, if they are few."""
+        if self.only is not None:
+            at = short_place(self.only.place)
+            text = f"Of all code of yours that is loaded, only {self.only.code} at {at} exits with this status."
+            yield Evidence(source="source code", rank=rank, text=text)
+            return
+        for call in self.possible if len(self.possible) <= _FEW else ():
+            text = f"{call.code} at {short_place(call.place)} would end a process without an exception."
+            yield Evidence(source="source code", rank=rank, text=text)
+
+
+def exit_calls(view: Timeline, *, status: int | None, signal: str, may_raise: bool) -> ExitCalls:
+    """The statements in the user's source that agree with the end of a process.
+
+    Args:
+        view: The job; a rank that has searched has found all of them.
+        status: The status with which the process has exited; None if that is unknown.
+        signal: The signal that ended it; empty if none is known.
+        may_raise: Whether it may have raised SystemExit: that of a rank in its Trainer is reported.
+    """
+    known = next((facts.exit_calls for facts in view.facts.values() if facts.exit_calls), ())
+    able = [call for call in known if may_raise or not call.raises]
+    if signal:
+        # What sends a signal from outside, or fails in native code, is more frequent: no line is named.
+        return ExitCalls(None, tuple(call for call in able if call.signal == signal))
+    able = [call for call in able if not call.signal and (status is None or call.status in (status, None))]
+    is_known = len(able) == 1 and status is not None and able[0].status == status
+    return ExitCalls(able[0] if is_known else None, tuple(able))

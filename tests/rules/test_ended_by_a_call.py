@@ -1,0 +1,149 @@
+"""The line that ends a process, told from its status and from the source: named only where one line agrees."""
+
+from dataclasses import replace
+from typing import Any
+
+import builders
+import machine_scenes
+import pytest
+import scenes
+from builders import GLOO, user
+
+from lightning_ncclsafe.facts import EndedProcess, ExitCall, LastSeen, Phase, Progress
+from lightning_ncclsafe.facts.findings import Confidence, Finding
+from lightning_ncclsafe.rules.judging import judge
+
+WATCH = ExitCall(code="os._exit(3)", place="/home/me/train.py:9 in watch", status=3)
+OTHER = ExitCall(code="os._exit(4)", place="/home/me/train.py:19 in stop", status=4)
+COMPUTED = ExitCall(code="os._exit(code)", place="/home/me/train.py:29 in leave")
+RAISED = ExitCall(code="sys.exit(3)", place="/home/me/train.py:39 in start", status=3, raises=True)
+KILLS = ExitCall(code="os.kill(os.getpid(), 9)", place="/home/me/train.py:49 in end", signal="SIGKILL")
+SEEN = LastSeen(progress=Progress(phase=Phase.TRAIN, idle_s=1.2), stack=(user("training_step", 40),), stayed=1)
+
+
+def gone(calls: tuple[ExitCall, ...], *ends: dict[str, Any], timeout_s: float = 30.0) -> Finding:
+    """Rank 0 is left of some, and has searched for calls that end a process."""
+    seen = {"last_seen": SEEN}
+    peers = tuple(replace(builders.process(rank, "gone"), **seen | end) for rank, end in enumerate(ends, start=1))
+    rank = replace(GLOO.waiting(0, seq=61), peers=peers, exit_calls=calls)
+    job = replace(scenes.one_rank_was_killed(GLOO), ranks=(rank,), world_size=len(ends) + 1)
+    return judge(replace(job, incident=replace(job.incident, shortest_timeout_s=timeout_s))).findings[0]
+
+
+@pytest.mark.parametrize("others", [(), (OTHER,), (RAISED,), (KILLS,), (OTHER, RAISED, KILLS)])
+def test_the_only_call_with_the_status_is_named(others: tuple[ExitCall, ...]) -> None:
+    finding = gone((WATCH, *others), {"exit_code": 3})
+    assert (finding.rule, finding.confidence, finding.location) == ("dead-rank", Confidence.LIKELY, WATCH.place)
+    text = "has exited with status 3, as after os._exit(3) at train.py:9 in watch, last seen at train.py:40 in"
+    assert text in finding.summary
+    assert "train.py:9 in watch" in finding.remedy
+    assert any("only os._exit(3) at train.py:9 in watch" in item.text for item in finding.evidence)
+
+
+@pytest.mark.parametrize(
+    ("calls", "end"),
+    [
+        ((), {"exit_code": 3}),
+        ((OTHER,), {"exit_code": 3}),
+        ((WATCH, replace(WATCH, place="/home/me/net.py:5 in stop")), {"exit_code": 3}),
+        ((WATCH, COMPUTED), {"exit_code": 3}),
+        ((COMPUTED,), {"exit_code": 3}),
+        ((RAISED,), {"exit_code": 3}),
+        ((WATCH,), {}),
+        ((COMPUTED,), {}),
+        ((WATCH,), {"ended_by": "SIGKILL"}),
+        ((KILLS,), {"ended_by": "SIGKILL"}),
+        ((replace(WATCH, status=0),), {"exit_code": 0, "last_seen": None}),
+        ((replace(WATCH, status=1),), {"exit_code": 1, "last_seen": None}),
+    ],
+)
+def test_no_line_is_named_where_another_may_have_ended_it(calls: tuple[ExitCall, ...], end: dict[str, Any]) -> None:
+    finding = gone(calls, end)
+    assert (finding.rule, finding.confidence) == ("dead-rank", gone((), end).confidence)
+    assert finding.location in ("", "/home/me/project/train.py:40 in training_step")
+    assert "as after" not in finding.summary
+
+
+@pytest.mark.parametrize(
+    ("calls", "end", "told"),
+    [
+        ((WATCH, COMPUTED), {"exit_code": 3}, ["train.py:9", "train.py:29"]),
+        ((WATCH, OTHER, KILLS), {}, ["train.py:9", "train.py:19"]),
+        ((WATCH, KILLS), {"ended_by": "SIGKILL"}, ["train.py:49"]),
+        ((WATCH,), {"exit_code": 4}, []),
+        ((WATCH,) * 5, {"exit_code": 3}, []),
+    ],
+)
+def test_calls_that_may_have_ended_it_are_mentioned(
+    calls: tuple[ExitCall, ...], end: dict[str, Any], told: list[str]
+) -> None:
+    finding = gone(calls, end)
+    texts = [item.text for item in finding.evidence if item.source == "source code"]
+    assert [text.partition(" at ")[2].partition(" in ")[0] for text in texts] == told
+
+
+def test_a_rank_outside_of_its_trainer_may_have_raised_its_exit() -> None:
+    assert gone((RAISED, OTHER), {"exit_code": 3, "last_seen": None}).location == RAISED.place
+    left = replace(RAISED, status=0)
+    finding = gone((left,), {"exit_code": 0, "last_seen": None})
+    assert (finding.location, finding.evidence[-1].source) == ("", "source code")
+
+
+def test_ranks_that_have_ended_alike_have_one_line() -> None:
+    assert gone((WATCH, OTHER), {"exit_code": 3}, {"exit_code": 3}).location == WATCH.place
+    assert gone((WATCH, OTHER), {"exit_code": 3}, {"exit_code": 4}).location == ""
+
+
+@pytest.mark.parametrize(("timeout_s", "is_named"), [(30.0, True), (1.0, False), (0.0, False)])
+def test_the_guard_may_have_ended_a_rank_that_was_at_its_limit(timeout_s: float, is_named: bool) -> None:
+    call = replace(WATCH, code="os._exit(124)", status=124)
+    finding = gone((call,), {"exit_code": 124}, timeout_s=timeout_s)
+    assert (finding.location == call.place) == is_named
+    assert ("the guard" in finding.summary) != is_named
+
+
+def worker(
+    calls: tuple[ExitCall, ...], *, done: tuple[int, ...] = (), ended: tuple[EndedProcess, ...] = (), how: str = ""
+) -> Finding:
+    """A loader's worker has ended, and the loader of its rank has raised."""
+    failed = machine_scenes.failed(GLOO, "RuntimeError", f"DataLoader worker (pid(s) 11) exited unexpectedly{how}")
+    ranks = tuple(
+        replace(one, exit_calls=calls, machine=replace(one.machine, done=done, ended=ended)) if one.exception else one
+        for one in failed.ranks
+    )
+    return judge(replace(failed, ranks=ranks)).findings[0]
+
+
+LEAVES = replace(RAISED, code="sys.exit(0)", status=0)
+
+
+@pytest.mark.parametrize(
+    ("call", "ends"),
+    [
+        (LEAVES, {"done": (11,)}),
+        (WATCH, {"ended": (EndedProcess(pid=11, exit_code=3),)}),
+        (RAISED, {"ended": (EndedProcess(pid=11, exit_code=3),)}),
+        (RAISED, {"how": " with exit code 3"}),
+    ],
+)
+def test_the_line_that_ends_a_worker_is_named(call: ExitCall, ends: dict[str, Any]) -> None:
+    finding = worker((call, OTHER), **ends)
+    assert (finding.rule, finding.confidence, finding.location) == ("worker-died", Confidence.LIKELY, call.place)
+    assert f"as after {call.code} at train.py:" in finding.summary
+    assert "sys.exit and os._exit" in finding.remedy
+
+
+@pytest.mark.parametrize(
+    ("calls", "ends"),
+    [
+        ((LEAVES,), {}),
+        ((LEAVES,), {"done": (12,)}),
+        ((LEAVES,), {"ended": (EndedProcess(pid=11, signal="SIGKILL"),)}),
+        ((WATCH, RAISED), {"how": " with exit code 3"}),
+        ((COMPUTED,), {"done": (11,)}),
+    ],
+)
+def test_no_line_is_named_of_a_worker_whose_end_is_not_known(calls: tuple[ExitCall, ...], ends: dict[str, Any]) -> None:
+    finding = worker(calls, **ends)
+    assert (finding.rule, finding.confidence) == ("worker-died", Confidence.CERTAIN)
+    assert "as after" not in finding.summary and finding.location == ""
