@@ -179,6 +179,15 @@ def test_a_loader_that_has_fewer_workers_left_than_it_has_started_has_lost_one(e
     culprit = replace(culprit, loaders=(LoaderFacts(num_workers=2),), workers=left)
     facts = scenes.late(GLOO, culprit)
     assert next(iter(found(facts).items())) == ("worker-died", CERTAIN)
+
+
+def test_another_child_that_has_failed_need_not_be_the_worker_that_is_missing() -> None:
+    """A loader of iterable data lets workers go that have come to their end."""
+    culprit = GLOO.working(2, NEXT_DATA, TRY_GET, scenes.QUEUE_GET, seq=60, action=NEXT)
+    culprit = scenes.with_machine(culprit, ended=(EndedProcess(pid=99, exit_code=1),))
+    left = (ProcessFacts(pid=4710, state="sleeping"),)
+    culprit = replace(culprit, loaders=(LoaderFacts(num_workers=2),), workers=left)
+    assert found(scenes.late(GLOO, culprit))["worker-died"] is not CERTAIN
     blind = replace(culprit, workers=(), missing=("workers: no answer within 0.5 s",))
     assert found(scenes.late(GLOO, blind)) == {"data-stall": CERTAIN, "worker-died": POSSIBLE}
 

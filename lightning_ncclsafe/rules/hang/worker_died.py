@@ -228,7 +228,12 @@ def _confidence(facts: RankFacts, *, is_own: bool) -> Confidence:
     """How sure it is that the rank waits for a dead process: certain if its loader lacks one of its workers."""
     if is_own:
         return Confidence.LIKELY
-    return Confidence.CERTAIN if _misses_a_worker(facts) else Confidence.POSSIBLE
+    if not _misses_a_worker(facts):
+        return Confidence.POSSIBLE
+    # A loader of iterable data lets workers go that have come to their end, and other children fail, too.
+    workers = {worker.pid for worker in facts.workers}
+    is_sure = any(child.signal or child.pid in workers for child in facts.machine.ended)
+    return Confidence.CERTAIN if is_sure else Confidence.LIKELY
 
 
 def _misses_a_worker(facts: RankFacts) -> bool:
