@@ -60,6 +60,7 @@ def test_statements_that_end_a_process(
     [
         "import sys\nsys.exit(main())\n",
         "import os\ndef work():\n    if os.fork() == 0:\n        os._exit(0)\n",
+        "import os\ndef run():\n    def child():\n        os._exit(0)\n    if os.fork() == 0:\n        child()\n",
         "def exit(): ...\ndef leave():\n    exit()\n",
         "from app import exit\ndef leave():\n    exit()\n",
         "def leave(exit):\n    exit(1)\n",

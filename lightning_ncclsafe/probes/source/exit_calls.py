@@ -43,7 +43,7 @@ def exit_calls(most_s: float = _MOST_S) -> tuple[ExitCall, ...]:
     """All such statements of the loaded modules of the user's; none if they are not all known after so many seconds.
 
     Statements outside of functions run when a program begins or ends, and not during a training; those of a function
-    that forks end the fork.
+    that forks, and of the functions in it, end the fork.
     """
     ends_s, found = time.monotonic() + most_s, list[ExitCall]()
     files = _loaded_files()
@@ -80,7 +80,8 @@ def exit_calls_in(file: str) -> Iterator[ExitCall]:
     while left:
         node, function = left.popleft()
         if isinstance(node, FUNCTIONS):
-            function = _Function(node.name, any(_called(one, names) in _FORKS for one in ast.walk(node)))
+            forks = function.forks or any(_called(one, names) in _FORKS for one in ast.walk(node))
+            function = _Function(node.name, forks)
         elif isinstance(node, ast.Lambda) and not function.name:
             function = _Function("<lambda>")
         if function.name and not function.forks and (call := _exit_call(node, names)) is not None:
