@@ -110,17 +110,14 @@ class Peers:
     @known.setter
     def known(self, peers: tuple[RankInfo, ...]) -> None:
         self._known = peers
-        self._hold(peers)
+        pids = [peer.pid for peer in peers]
+        self._crash_traces.hold(pids)
+        self._statuses.hold(pids)
 
     def close(self) -> None:
         """Closes what is open of other processes."""
         self._crash_traces.close()
         self._statuses.close()
-
-    def _hold(self, peers: Iterable[RankInfo]) -> None:
-        pids = [peer.pid for peer in peers]
-        self._crash_traces.hold(pids)
-        self._statuses.hold(pids)
 
     def look(self) -> tuple[ProcessFacts, ...]:
         """All known ranks, as :meth:`look_at` sees them."""
@@ -131,8 +128,10 @@ class Peers:
 
         If its process has ended: what it wrote last.
         """
-        self._hold([peer])
+        self._crash_traces.hold([peer.pid])
         seen = self._look_at(peer.pid, rank=peer.rank, started=peer.started or None)
+        if seen.state != GONE:  # otherwise, another process may have its id
+            self._statuses.hold([peer.pid])
         if (raised := self._crash_traces.raised(peer.pid)) is not None:
             seen = replace(seen, raised=replace(raised, stack=stacks.with_source(raised.stack)))
         if seen.state in ENDED:

@@ -109,6 +109,26 @@ def around(source: str) -> Around:
         ),
         pytest.param(
             """
+            class kept:
+                def __exit__(self, kind, error, trace):
+                    return kind is None
+            """,
+            "",
+            id="an exit that says whether nothing was raised",
+        ),
+        pytest.param(
+            """
+            class kept:
+                def __exit__(self, kind, error, trace):
+                    if kind is None:
+                        return True
+                    return False
+            """,
+            "",
+            id="an exit that returns True where nothing was raised",
+        ),
+        pytest.param(
+            """
             @contextmanager
             def kept():
                 try:

@@ -11,6 +11,7 @@ import pytest
 from polling import until
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, SubsetRandomSampler
 
+from lightning_ncclsafe.loaders.iteration import LoaderProxy
 from lightning_ncclsafe.probes.data import ends_at
 from lightning_ncclsafe.probes.data.ends_at import data_line
 
@@ -611,6 +612,37 @@ class Raises(type):
 
 class Hostile(metaclass=Raises):
     pass
+
+
+class Countless(Data):
+    def __iter__(self) -> Iterator[Any]:
+        yield from read("rows")  # <- countless
+
+    def __len__(self) -> int:
+        raise AssertionError("nothing of the user's is executed")
+
+
+def test_a_loader_in_a_proxy_is_not_asked_for_its_length() -> None:
+    assert told(LoaderProxy(Countless([]))) == place("countless")
+
+
+class Mixed(Data):
+    def __iter__(self) -> Iterator[Any]:
+        rows = self.rows
+        rows = read(rows, rows, rows, rows, rows, rows)  # type: ignore[call-arg]
+        rows = read(rows, rows, rows, rows, rows, rows)  # type: ignore[call-arg]
+        rows = read(rows, rows, rows, rows, rows, rows)  # type: ignore[call-arg]
+        rows = read(rows, rows, rows, rows, rows, rows)  # type: ignore[call-arg]
+        rows = read(rows, rows, rows, rows, rows, rows)  # type: ignore[call-arg]
+        yield from rows
+
+
+def test_a_chain_of_names_is_followed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    variable = ends_at.variable
+    monkeypatch.setattr(ends_at, "variable", lambda name, before: asked.append(name) or variable(name, before))
+    told(Mixed([]))
+    assert 0 < len(asked) < 200
 
 
 def test_what_the_users_objects_raise_is_no_failure() -> None:

@@ -60,8 +60,11 @@ def test_statements_that_end_a_process(
     [
         "import sys\nsys.exit(main())\n",
         "import os\ndef work():\n    if os.fork() == 0:\n        os._exit(0)\n",
+        "import os\ndef run():\n    def child():\n        os._exit(0)\n    if os.fork() == 0:\n        child()\n",
         "def exit(): ...\ndef leave():\n    exit()\n",
         "from app import exit\ndef leave():\n    exit()\n",
+        "def leave(exit):\n    exit(1)\n",
+        "import threading\nquit = threading.Event().set\ndef leave():\n    quit()\n",
         "import os\ndef broken(:\n    os._exit(1)\n",
     ],
 )
@@ -72,6 +75,11 @@ def test_what_ends_no_process_that_trains(tmp_path: Path, source: str) -> None:
 def test_a_method_does_not_hide_the_function_of_its_name(tmp_path: Path) -> None:
     source = "class Tool:\n    def exit(self):\n        exit(3)\n"
     assert found_in(tmp_path / "train.py", source) == [(3, "", True)]
+
+
+def test_a_part_of_a_package_is_imported_with_it(tmp_path: Path) -> None:
+    source = "import os.path\ndef leave():\n    os._exit(3)\n"
+    assert found_in(tmp_path / "train.py", source) == [(3, "", False)]
 
 
 def test_the_place_is_that_of_the_statement(tmp_path: Path) -> None:
@@ -122,3 +130,13 @@ def test_of_a_program_without_a_file_nothing_is_known(monkeypatch: pytest.Monkey
     monkeypatch.delitem(sys.modules, "__mp_main__", raising=False)
     load(monkeypatch, *own, program=False)
     assert exit_calls() == ()
+
+
+def test_a_module_that_is_loaded_lazily_is_not_loaded(monkeypatch: pytest.MonkeyPatch, own: list[Path]) -> None:
+    class Lazy(ModuleType):
+        def __getattr__(self, name: str) -> None:
+            raise ImportError(name)
+
+    monkeypatch.setitem(sys.modules, "of_user_lazy", Lazy("of_user_lazy"))
+    load(monkeypatch, *own)
+    assert len(exit_calls()) == len(own)

@@ -46,6 +46,12 @@ def grandchild(code: int) -> tuple[int, int, int]:
     return pid, tell, parent
 
 
+def open_descriptors() -> set[int]:
+    with os.scandir("/proc/self/fd") as folder:
+        found = {int(one.name) for one in folder}
+    return {number for number in found if os.path.exists(f"/proc/self/fd/{number}")}
+
+
 def end(tell: int, parent: int) -> None:
     os.write(tell, b"x")
     os.close(tell)
@@ -77,6 +83,21 @@ def test_nothing_stays_open(statuses: ExitStatuses) -> None:
     assert statuses.of(os.getpid()) is None
 
 
+def test_what_has_its_number_meanwhile_is_left_alone(statuses: ExitStatuses) -> None:
+    other = os.open(os.devnull, os.O_RDONLY)
+    before = open_descriptors()
+    statuses.hold([os.getppid()])
+    (held,) = open_descriptors() - before
+    os.dup2(other, held)  # as if a program had closed all, and opened its own
+    try:
+        assert statuses.of(os.getppid()) is None
+        statuses.close()
+        assert os.path.sameopenfile(other, held)
+    finally:
+        os.close(held)
+        os.close(other)
+
+
 def test_a_kernel_that_does_not_tell_is_asked_in_vain(statuses: ExitStatuses, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exit_status.fcntl, "ioctl", lambda file, request, given: bytes(len(given)))
     statuses.hold([os.getpid()])
@@ -98,3 +119,15 @@ def test_a_peer_that_is_gone_is_reported_with_its_end(code: int, expected: tuple
         peers.close()
     assert isinstance(seen, ProcessFacts) and seen.state == "gone"
     assert (seen.ended_by, seen.exit_code) == (expected if KEEPS else ("", None))
+
+
+def test_another_process_with_the_id_of_a_peer_is_not_it() -> None:
+    pid, tell, parent = grandchild(3)
+    peers = Peers(ask=lambda _: ((), False), growth=MemoryGrowth())
+    peer = RankInfo(rank=1, host="h", pid=pid, started=1.0)
+    try:
+        assert peers.look_at(peer).state == "gone"
+        end(tell, parent)
+        assert peers.look_at(peer).exit_code is None
+    finally:
+        peers.close()

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,23 @@ def test_a_class_may_change_while_its_files_are_read() -> None:
         setattr(Extended, f"added_{scope.name}", None)
         found.append(scope.name)
     assert found == ["one", "two"]
+
+
+def test_what_a_class_holds_is_not_asked_for_attributes() -> None:
+    class Unbound:
+        def __getattr__(self, name: str) -> Any:
+            raise RuntimeError("nothing is bound")
+
+    class Holding:
+        holds = Unbound()
+
+        @property
+        def one(self) -> None: ...
+
+        @cached_property
+        def two(self) -> None: ...
+
+    assert [scope.name for scope in scopes_in([Holding()])] == ["one", "two"]
 
 
 def test_the_lines_that_set_an_attribute_are_found() -> None:

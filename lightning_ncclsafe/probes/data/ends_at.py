@@ -10,7 +10,7 @@ import inspect
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from functools import cached_property
+from functools import lru_cache
 from types import FrameType, GeneratorType
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ from lightning_ncclsafe.probes.data.reading import goes_through_all, is_indices,
 from lightning_ncclsafe.probes.process.stacks import is_own_file
 from lightning_ncclsafe.probes.source.assignments import Given, methods_of, only_assignment, returned, variable
 from lightning_ncclsafe.probes.source.rank_names import RANK_WORDS
-from lightning_ncclsafe.probes.source.scopes import Scope, scope_of
+from lightning_ncclsafe.probes.source.scopes import Scope, getter_or_self, scope_of
 from lightning_ncclsafe.probes.source.syntax import COMPREHENSIONS, LOOPS, is_of_self, name_of
 
 # All ranks wait while one reads the source, which may be on storage that hangs.
@@ -76,7 +76,10 @@ def data_line(
     def search() -> str:
         if not loaders:
             return made_at(given, hook, frame)
-        lines = {_ends_at(one, given, hook, frame, by_length) for one in loaders}
+        try:
+            lines = {_ends_at(one, given, hook, frame, by_length) for one in loaders}
+        finally:
+            _handed_on_by_name.cache_clear()  # it holds the sources of files
         return lines.pop() if len(lines) == 1 else ""
 
     with suppress(Exception):  # not essential, whatever the user's objects and files do
@@ -85,7 +88,8 @@ def data_line(
 
 
 def _ends_at(loader: Any, given: Any, hook: str, frame: FrameType | None, by_length: bool) -> str:
-    loader = plain_attribute(loader, "wrapped_loader") or loader
+    wrapped = plain_attribute(loader, "wrapped_loader")
+    loader = loader if wrapped is None else wrapped  # not "or", which may call its __len__
     for one in _iterated(loader):
         if one is not loader and is_indices(one):
             return ""  # they decide, wherever they are made
@@ -178,8 +182,8 @@ def _is_filled(name: str, owner: type) -> bool:
 def _getter(owner: type, name: str) -> Scope | None:
     """The function behind a property of a class; None for any other attribute."""
     found = inspect.getattr_static(owner, name, None)
-    function = found.fget if isinstance(found, property) else found.func if isinstance(found, cached_property) else None
-    return None if function is None else scope_of(function)
+    function = getter_or_self(found)
+    return None if function is found or function is None else scope_of(function)
 
 
 def _is_ours(function: Any) -> bool:
@@ -310,6 +314,7 @@ def _handed_on_by_call(value: ast.Call, scope: Scope, line: int, names: int) -> 
     return handed.pop() if len(handed) == 1 else _DataEnd(given=_SEVERAL)
 
 
+@lru_cache(maxsize=1024)  # otherwise, each name in a chain of calls would multiply the work
 def _handed_on_by_name(value: ast.Name, scope: Scope, line: int, names: int) -> _DataEnd | None:
     name = value.id
     if scope.passes_on(value):

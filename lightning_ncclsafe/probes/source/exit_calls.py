@@ -10,6 +10,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
+from types import ModuleType
 from typing import Any, NamedTuple
 
 from lightning_ncclsafe.facts import ExitCall
@@ -42,7 +43,7 @@ def exit_calls(most_s: float = _MOST_S) -> tuple[ExitCall, ...]:
     """All such statements of the loaded modules of the user's; none if they are not all known after so many seconds.
 
     Statements outside of functions run when a program begins or ends, and not during a training; those of a function
-    that forks end the fork.
+    that forks, and of the functions in it, end the fork.
     """
     ends_s, found = time.monotonic() + most_s, list[ExitCall]()
     files = _loaded_files()
@@ -57,9 +58,15 @@ def exit_calls(most_s: float = _MOST_S) -> tuple[ExitCall, ...]:
 
 def _loaded_files() -> list[str]:
     """The user's source files; none if the program is not one of them: that of a notebook is not a file."""
-    modules = {name: getattr(module, "__file__", None) or "" for name, module in [*sys.modules.items()]}
+    modules = {name: _file_of(module) for name, module in [*sys.modules.items()]}
     files = dict.fromkeys(file for file in modules.values() if file.endswith(".py") and is_user_code(file))
     return [*files] if any(modules.get(name) for name in _PROGRAM) else []
+
+
+def _file_of(module: object) -> str:
+    # Not getattr: a module that is loaded lazily would be imported now.
+    file = vars(module).get("__file__") if isinstance(module, ModuleType) else None
+    return file if isinstance(file, str) else ""
 
 
 def exit_calls_in(file: str) -> Iterator[ExitCall]:
@@ -73,7 +80,8 @@ def exit_calls_in(file: str) -> Iterator[ExitCall]:
     while left:
         node, function = left.popleft()
         if isinstance(node, FUNCTIONS):
-            function = _Function(node.name, any(_called(one, names) in _FORKS for one in ast.walk(node)))
+            forks = function.forks or any(_called(one, names) in _FORKS for one in ast.walk(node))
+            function = _Function(node.name, forks)
         elif isinstance(node, ast.Lambda) and not function.name:
             function = _Function("<lambda>")
         if function.name and not function.forks and (call := _exit_call(node, names)) is not None:
@@ -90,10 +98,14 @@ def _names(tree: ast.Module) -> dict[str, str]:
     """What names of a file stand for: ``{"os": "os", "leave": "sys.exit", "exit": "sys.exit"}``."""
     outer = (node for node in ast.walk(tree) if not isinstance(node, ast.ClassDef))
     own = {node.name for one in outer for node in ast.iter_child_nodes(one) if isinstance(node, FUNCTIONS)}
+    own |= {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    own |= {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
     found = {name: meaning for name, meaning in _BUILT_IN.items() if name not in own}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            found |= {one.asname or one.name: one.name for one in node.names if one.name in _OF_INTEREST}
+            # ``import os.path`` gives a file ``os``.
+            names = ((one.asname, one.name) if one.asname else (one.name.partition(".")[0],) * 2 for one in node.names)
+            found |= {name: meaning for name, meaning in names if meaning in _OF_INTEREST}
         elif isinstance(node, ast.ImportFrom):
             for one in node.names:
                 found[one.asname or one.name] = f"{node.module}.{one.name}"

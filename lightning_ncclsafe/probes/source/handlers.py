@@ -80,8 +80,11 @@ def _in_class(owner: ast.ClassDef) -> Iterator[Handler]:
     """Where the ``__exit__`` of a class returns something true: then what was raised goes no further."""
     for method in owner.body:
         if isinstance(method, FUNCTIONS) and method.name in _EXITS:
-            for node in nodes_in(method.body):
-                if isinstance(node, ast.Return) and node.value is not None and _may_be_true(node.value):
+            asked = (one for one in nodes_in(method.body) if isinstance(one, ast.If) and _asks_for_none(one.test))
+            without_error = {node for one in asked for node in nodes_in(one.body)}
+            returns = (one for one in nodes_in(method.body) if isinstance(one, ast.Return) and one not in without_error)
+            for node in returns:
+                if node.value is not None and _may_be_true(node.value):
                     yield Handler(node.lineno, method.name)
 
 
@@ -89,8 +92,17 @@ def _may_be_true(value: ast.expr) -> bool:
     """Whether ``__exit__`` returns ``True`` or a comparison; what it calls for its answer may always be false."""
     if isinstance(value, ast.BoolOp):
         return any(map(_may_be_true, value.values))
+    if _asks_for_none(value):
+        return False
     is_asked = isinstance(value, ast.Call) and name_of(value.func) in _ASKS_TYPE
     return is_constant(value, True) or is_asked or isinstance(value, ast.Compare)
+
+
+def _asks_for_none(value: ast.expr) -> bool:
+    """Whether it is ``… is None``: true in an ``__exit__`` if nothing was raised."""
+    if not isinstance(value, ast.Compare) or len(value.ops) > 1:
+        return False
+    return isinstance(value.ops[0], (ast.Is, ast.Eq)) and is_constant(value.comparators[0], None)
 
 
 def _ends_iteration(clause: ast.ExceptHandler) -> bool:

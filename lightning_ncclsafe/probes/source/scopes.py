@@ -255,10 +255,15 @@ def scopes_in(owners: Iterable[Any]) -> Iterator[Scope]:
 def methods_in(kind: type) -> Iterator[Scope]:
     """The user's functions in a class, without those of its bases."""
     members = [*vars(kind).values()]  # at once: the program may add to its class while files are read
-    # Getters of properties are functions, too.
-    functions = (getattr(member, "fget", getattr(member, "func", member)) for member in members)
-    scopes = (scope_of(function) for function in functions if inspect.isfunction(function))
+    scopes = (scope_of(function) for function in map(getter_or_self, members) if inspect.isfunction(function))
     return (scope for scope in scopes if scope.file)
+
+
+def getter_or_self(member: Any) -> Any:
+    """The function behind a property; any other member of a class as it is, without asking it for attributes."""
+    if isinstance(member, property):
+        return member.fget
+    return member.func if isinstance(member, cached_property) else member
 
 
 def places_in(owners: Iterable[Any], asked: Callable[[Scope], Iterable[str]]) -> tuple[str, ...]:
