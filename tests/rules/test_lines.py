@@ -473,6 +473,11 @@ def test_of_two_ranks_the_one_that_has_left_early_is_the_odd_one(
     assert (finding.ranks, finding.location, finding.confidence) == (ranks, location, Confidence.LIKELY)
 
 
+def test_half_of_more_ranks_that_have_left_early_are_not_the_odd_ones() -> None:
+    facts = with_branches(of("rrrrrrz", "rrrrrrz", "rrrrrrr", "rrrrrrr"), RETURN, lines=(60,))
+    assert first(facts).ranks == (0, 1)
+
+
 def test_of_two_ranks_one_that_has_caught_an_exception_has_not_left_early() -> None:
     facts = with_branches(of("rrrrrrz", "rrrrrrr"), RETURN, lines=(60,))
     caught = CaughtException(type="OSError", message="No space", ago_s=23.0)
