@@ -245,11 +245,20 @@ def _is_part(group: Group) -> bool:
     return group.description.startswith(_OF_MESH) or _SPLIT in group.description
 
 
-@once
 def _known_as(view: Timeline, name: str) -> dict[int, Group]:
     """The group that each rank has under this name, as one of its members."""
-    groups = ((rank, group) for rank, facts in sorted(view.facts.items()) for group in facts.groups)
-    return {rank: group for rank, group in groups if group.name == name and rank in group.ranks}
+    return _own_groups(view).get(name, {})
+
+
+@once
+def _own_groups(view: Timeline) -> dict[str, dict[int, Group]]:
+    """The same of all names: in a job of thousands of ranks, there are thousands of them."""
+    own: dict[str, dict[int, Group]] = defaultdict(dict)
+    for rank, facts in sorted(view.facts.items()):
+        for group in facts.groups:
+            if rank in group.ranks:
+                own[group.name][rank] = group
+    return dict(own)
 
 
 @once
