@@ -82,7 +82,7 @@ def crossed_groups(view: Timeline) -> Iterator[Finding]:
 
     Cannot see:
         Which group is created out of order, unless a condition on the rank precedes it in a function that ranks are in,
-        or new_group is called at one line. That ranks number groups differently, while all of them work nevertheless.
+        or new_group is called at one line only; that ranks number groups differently, as long as all of them work.
         Sends and receives that wait for each other in a circle cross no groups: see unmatched-p2p.
     """
     circle = circle_of_waits(view)
