@@ -48,6 +48,7 @@ from lightning_ncclsafe.facts import (
 )
 from lightning_ncclsafe.facts.findings import Confidence, Finding
 from lightning_ncclsafe.rules.judging import judge
+from lightning_ncclsafe.rules.kit.timeline import Timeline
 
 
 def found(facts: JobFacts) -> dict[str, Finding]:
@@ -311,6 +312,18 @@ def test_ranks_that_have_met_others_under_the_number_of_their_group_wait_in_its_
     assert two.location == f"{scenes.USER_FILE}:79 in step"
 
 
+def test_members_of_a_group_are_looked_up_once_however_many_ranks_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def counted(view: Timeline, rank: int, call: Collective) -> bool:
+        asked.append(rank)
+        return False
+
+    monkeypatch.setattr("lightning_ncclsafe.rules.hang.crossed_groups._has_called", counted)
+    assert "crossed-groups" not in found(job(*in_pairs(GLOO)))
+    assert asked == [2]
+
+
 def test_groups_of_other_members_may_have_one_number_or_members_may_not_all_be_there() -> None:
     # A hash is the name of a group that its members alone make, or that is a part of another one.
     assert "crossed-groups" not in found(job(*in_pairs(GLOO, name="5f3a09c1")))
@@ -319,7 +332,11 @@ def test_groups_of_other_members_may_have_one_number_or_members_may_not_all_be_t
     assert {*found(job(*(replace(third, rank=number) for number in range(3)), fourth))} == {"all-joined"}
     # NCCL can split groups.
     assert "crossed-groups" not in found(job(*in_pairs(NCCL)))
-    assert "crossed-groups" in found(job(*in_pairs(NCCL, made=(f"{scenes.USER_FILE}:20 in group",))))
+    made = in_pairs(NCCL, made=(f"{scenes.USER_FILE}:20 in group",))
+    assert "crossed-groups" in found(job(*made))
+    for description in ("mesh_tp", "default_pg:split:1"):
+        parts = [replace(one, groups=(one.groups[0], replace(one.groups[1], description=description))) for one in made]
+        assert "crossed-groups" not in found(job(*parts))
     first, second, third, fourth = in_pairs(GLOO)
     works = GLOO.working(3, user("step", 70), seq=60)
     late = replace(works, groups=(*works.groups, replace(fourth.groups[-1], last_enqueued=0)))
@@ -540,7 +557,11 @@ def test_a_shorter_timeout_that_is_used_up_comes_before_the_rank_that_is_late(wa
     assert [one.rule for one in findings[:2]] == ["timeout-misuse", "rank-behind"][:: 1 if is_over else -1]
     assert findings[0].confidence is Confidence.LIKELY
     behind = next(one for one in findings if one.rule == "rank-behind")
-    assert behind.summary.endswith("Group '1', in which ranks 0, 2-3 wait, gives up after 4.0 s.")
+    gives_up = "Group '1', in which ranks 0, 2-3 wait, gives up after 4.0 s."
+    # It has not given up after far longer.
+    assert behind.summary.endswith(gives_up) is (waited_s < 8)
+    misuse = next(one for one in findings if one.rule == "timeout-misuse")
+    assert ("gives up after 4.0 s" if waited_s < 8 else "has a timeout of 4.0 s") in misuse.summary
 
 
 @pytest.mark.parametrize(

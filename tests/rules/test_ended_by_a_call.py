@@ -82,6 +82,23 @@ def test_calls_that_may_have_ended_it_are_mentioned(
     assert [text.partition(" at ")[2].partition(" in ")[0] for text in texts] == told
 
 
+def test_ranks_may_have_loaded_other_code() -> None:
+    def told(*loaded: tuple[ExitCall, ...]) -> str:
+        ranks = (replace(GLOO.waiting(number, seq=61), exit_calls=calls) for number, calls in enumerate(loaded))
+        peer = replace(builders.process(len(loaded), "gone"), last_seen=SEEN, exit_code=3)
+        first, *others = ranks
+        job = replace(scenes.one_rank_was_killed(GLOO), world_size=len(loaded) + 1)
+        return judge(replace(job, ranks=(replace(first, peers=(peer,)), *others))).findings[0].location
+
+    elsewhere = replace(WATCH, place="/home/me/net.py:5 in stop")
+    assert told((WATCH,), (WATCH, OTHER), ()) == WATCH.place
+    assert told((WATCH,), (WATCH, elsewhere)).endswith("in training_step")
+    # One host has the code at another path; or it is loaded from two copies.
+    copied = replace(WATCH, place="/scratch/train.py:9 in watch")
+    assert told((WATCH,), (copied,)) == WATCH.place
+    assert told((WATCH,), (WATCH, copied)).endswith("in training_step")
+
+
 def test_a_rank_outside_of_its_trainer_may_have_raised_its_exit() -> None:
     assert gone((RAISED, OTHER), {"exit_code": 3, "last_seen": None}).location == RAISED.place
     left = replace(RAISED, status=0)
@@ -141,6 +158,7 @@ def test_the_line_that_ends_a_worker_is_named(call: ExitCall, ends: dict[str, An
         ((LEAVES,), {"ended": (EndedProcess(pid=11, signal="SIGKILL"),)}),
         ((WATCH, RAISED), {"how": " with exit code 3"}),
         ((COMPUTED,), {"done": (11,)}),
+        ((replace(RAISED, status=1),), {"how": " with exit code 1"}),
     ],
 )
 def test_no_line_is_named_of_a_worker_whose_end_is_not_known(calls: tuple[ExitCall, ...], ends: dict[str, Any]) -> None:

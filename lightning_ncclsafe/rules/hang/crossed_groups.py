@@ -30,6 +30,7 @@ from lightning_ncclsafe.rules.kit import (
     is_in,
     is_of_fsdp,
     location_of,
+    once,
     peer_waited_for,
     ranks_words,
     send_recv_pairs,
@@ -50,6 +51,8 @@ _REMEDY_ORDER = (
     "Create the groups in one order on all ranks, sorted by their members for instance: new_group returns only when "
     "all members of its group have called it."
 )
+# Descriptions of the groups of a DeviceMesh, and of those that split_group makes.
+_OF_MESH, _SPLIT = "mesh_", ":split:"
 _HOPS = 4
 _LISTED = 8
 
@@ -79,7 +82,7 @@ def crossed_groups(view: Timeline) -> Iterator[Finding]:
 
     Cannot see:
         Which group is created out of order, unless a condition on the rank precedes it in a function that ranks are in,
-        or new_group is called at one line. That ranks number groups differently, while all of them work nevertheless.
+        or new_group is called at one line only; that ranks number groups differently, as long as all of them work.
         Sends and receives that wait for each other in a circle cross no groups: see unmatched-p2p.
     """
     circle = circle_of_waits(view)
@@ -217,28 +220,53 @@ def _met_under_one_number(view: Timeline) -> tuple[str, tuple[int, ...], dict[tu
     """
     if view.silent or view.raised:
         return None
+    seen = set[tuple[str, tuple[int, ...], int, str]]()
     for rank in view.waiting:
         call = view.activities[rank].collective
         if call is None or call.completed or not call.group.isdecimal() or int(call.group) == 0:
             continue
+        known = _known_as(view, call.group)
         # It has worked before.
-        if (own := _known_as(view, call.group).get(rank)) is None or own.last_completed > 0:
+        if (own := known.get(rank)) is None or own.last_completed > 0:
             continue
-        apart: dict[tuple[int, ...], list[int]] = defaultdict(list)
-        for other, group in _known_as(view, call.group).items():
-            apart[group.ranks].append(other)
-        members = next((members for members in apart if rank in members and rank in apart[members]), ())
+        if (met := (call.group, own.ranks, call.seq, call.op)) in seen:
+            continue
+        seen.add(met)
+        apart = _by_members(view, call.group)
         # split_group of older versions is NCCL's alone.
-        is_of_all = not call.backend.startswith("nccl") or bool(view.facts[rank].steps.new_groups_at)
-        if len(apart) > 1 and is_of_all and all(_has_called(view, one, call) for one in members):
+        may_be_parts = call.backend.startswith("nccl") and (_is_part(own) or not _new_groups_at(view))
+        if len(apart) > 1 and not may_be_parts and all(_has_called(view, one, call) for one in own.ranks):
             return call.group, _waiting_in(view, call.group), apart
     return None
 
 
+def _is_part(group: Group) -> bool:
+    """Whether older versions of torch may have split it from another group: all parts have one number."""
+    return group.description.startswith(_OF_MESH) or _SPLIT in group.description
+
+
 def _known_as(view: Timeline, name: str) -> dict[int, Group]:
     """The group that each rank has under this name, as one of its members."""
-    groups = ((rank, group) for rank, facts in sorted(view.facts.items()) for group in facts.groups)
-    return {rank: group for rank, group in groups if group.name == name and rank in group.ranks}
+    return _own_groups(view).get(name, {})
+
+
+@once
+def _own_groups(view: Timeline) -> dict[str, dict[int, Group]]:
+    """The same of all names: in a job of thousands of ranks, there are thousands of them."""
+    own: dict[str, dict[int, Group]] = defaultdict(dict)
+    for rank, facts in sorted(view.facts.items()):
+        for group in facts.groups:
+            if rank in group.ranks:
+                own[group.name][rank] = group
+    return dict(own)
+
+
+@once
+def _by_members(view: Timeline, name: str) -> dict[tuple[int, ...], list[int]]:
+    apart: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for rank, group in _known_as(view, name).items():
+        apart[group.ranks].append(rank)
+    return dict(apart)
 
 
 def _waiting_in(view: Timeline, name: str) -> tuple[int, ...]:
@@ -289,6 +317,7 @@ def _of_one_number(
     )
 
 
+@once
 def _new_groups_at(view: Timeline) -> list[str]:
     """The calls of new_group under a condition on the rank; without one, all calls that all ranks have to make."""
     steps = [facts.steps for facts in view.facts.values()]

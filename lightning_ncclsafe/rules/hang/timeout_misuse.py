@@ -18,6 +18,7 @@ from lightning_ncclsafe.rules.kit import (
     finding,
     group_words,
     hang_rule,
+    is_unenforced,
     own_timeouts,
     ranks_words,
     usual_timeouts_ms,
@@ -138,14 +139,14 @@ def _owner(view: Timeline, rank: int, timeout: _Timeout) -> str:
 def _will_expire(view: Timeline, pending: dict[int, tuple[str, int]]) -> Finding:
     ranks = tuple(sorted(pending))
     name, timeout_ms = pending[ranks[0]]
+    has = "has a timeout of" if is_unenforced(view, ranks[0]) else "gives up after"
     text = (
-        f"{group_words(name)}, in which {clause(ranks, 'waits|wait')}, gives up after "
+        f"{group_words(name)}, in which {clause(ranks, 'waits|wait')}, {has} "
         f"{duration_words(timeout_ms / 1000)}, although the strategy's timeout is "
         f"{duration_words(view.job.incident.timeout_s)}."
     )
     timeouts = {rank: _Timeout(timeout_ms, (Limited.GROUP,)) for rank, (_, timeout_ms) in pending.items()}
-    # After far longer, nothing enforces it.
-    is_over = any(ms <= waited_ms(view, rank) < 2 * ms for rank, (_, ms) in pending.items())
+    is_over = any(ms <= waited_ms(view, rank) and not is_unenforced(view, rank) for rank, (_, ms) in pending.items())
     return _finding(view, timeouts, text, Confidence.LIKELY if is_over else Confidence.POSSIBLE, None)
 
 

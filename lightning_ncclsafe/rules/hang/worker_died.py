@@ -49,6 +49,7 @@ _BROKEN = ("ConnectionResetError", "ConnectionRefusedError", "BrokenPipeError", 
 _KILLS = ("SIGKILL", "Killed")
 _ENDS = ("SIGTERM", "Terminated", "SIGINT", "Interrupt", "SIGHUP", "Hangup")
 _LISTED = 8
+_RAISED = 1
 _ENDED = "exited without an error message"
 _REMEDY = (
     "A worker killed by SIGSEGV, SIGABRT or SIGBUS failed in native code (a decoder, a library that was "
@@ -184,11 +185,13 @@ def _exit_calls(view: Timeline, ranks: tuple[int, ...], signal: str) -> ExitCall
     statuses = {_exit_status(view.facts[rank]) for rank in ranks}
     if signal or len(statuses) > 1 or None in statuses:
         return ExitCalls(None, ())
-    return exit_calls(view, status=statuses.pop(), signal="", may_raise=True)
+    return _calls(view, statuses.pop(), "")
 
 
-def _ends(view: Timeline, child: EndedProcess) -> ExitCalls:
-    return exit_calls(view, status=child.exit_code, signal=child.signal, may_raise=True)
+def _calls(view: Timeline, status: int | None, signal: str) -> ExitCalls:
+    calls = exit_calls(view, status=status, signal=signal, may_raise=True)
+    # A child that has raised exits with it, too: a spawned worker that cannot load its dataset.
+    return calls._replace(only=None) if status == _RAISED else calls
 
 
 def _exit_status(facts: RankFacts) -> int | None:
@@ -209,6 +212,7 @@ def _waits_in_vain(view: Timeline, rank: int) -> Finding:
     is_own = _waits_for_users_process(facts)
     waits = "waits for another process" if is_own else "waits for its dataloader"
     frame = _crashed_at([chosen])
+    calls = _calls(view, chosen.exit_code, chosen.signal)
     text = (
         f"Rank {rank} {waits}, and its child process {chosen.pid} {_end_words(chosen)}{at_words(frame)}"
         f"{_killer(facts, chosen.signal)}: {where_words(view, rank)}{while_others_wait(view, (rank,))}."
@@ -219,7 +223,11 @@ def _waits_in_vain(view: Timeline, rank: int) -> Finding:
         text,
         confidence=_confidence(facts, is_own=is_own),
         location=location_of(frame) if frame is not None else None,
-        evidence=(*_evidence(facts), *_ends(view, chosen).evidence(rank), *how_we_know(view, (rank,))),
+        evidence=(
+            *_evidence(facts),
+            *calls.evidence(rank),
+            *how_we_know(view, (rank,)),
+        ),
         remedy=_remedy(facts, chosen.signal) if chosen.exit_code is None else _REMEDY_EXITED,
     )
 

@@ -1,10 +1,12 @@
 """Which statement of the user's may have ended a process that is gone, among all that end one."""
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
 from lightning_ncclsafe.facts import ExitCall
 from lightning_ncclsafe.facts.findings import Evidence
+from lightning_ncclsafe.rules.kit.rule import once
 from lightning_ncclsafe.rules.kit.timeline import Timeline
 from lightning_ncclsafe.rules.kit.wording import short_place
 
@@ -38,16 +40,29 @@ def exit_calls(view: Timeline, *, status: int | None, signal: str, may_raise: bo
     """The statements in the user's source that agree with the end of a process.
 
     Args:
-        view: The job; a rank that has searched has found all of them.
+        view: The job; a rank that has searched has found all of those that it has loaded.
         status: The status with which the process has exited; None if that is unknown.
         signal: The signal that ended it; empty if none is known.
         may_raise: Whether it may have raised SystemExit: that of a rank in its Trainer is reported.
     """
-    known = next((facts.exit_calls for facts in view.facts.values() if facts.exit_calls), ())
-    able = [call for call in known if may_raise or not call.raises]
+    able = [call for call in _known(view) if may_raise or not call.raises]
     if signal:
         # What sends a signal from outside, or fails in native code, is more frequent: no line is named.
         return ExitCalls(None, tuple(call for call in able if call.signal == signal))
     able = [call for call in able if not call.signal and (status is None or call.status in (status, None))]
     is_known = len(able) == 1 and status is not None and able[0].status == status
     return ExitCalls(able[0] if is_known else None, tuple(able))
+
+
+@once
+def _known(view: Timeline) -> tuple[ExitCall, ...]:
+    """What any rank has found: not all ranks load the same modules, and hosts may have the code at other paths."""
+    found: dict[tuple[str, str, int], ExitCall] = {}
+    for calls in dict.fromkeys(facts.exit_calls for facts in view.facts.values()):
+        often = Counter[tuple[str, str]]()
+        for call in calls:
+            alike = call.code, short_place(call.place)
+            # Two files of one rank may be copies of each other.
+            often[alike] += 1
+            found.setdefault((*alike, often[alike]), call)
+    return tuple(found.values())

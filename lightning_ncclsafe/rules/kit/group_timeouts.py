@@ -44,10 +44,18 @@ def waited_ms(view: Timeline, rank: int) -> float:
     return (taken_ns - call.created_ns) / 1e6 if call is not None and call.created_ns and taken_ns else 0.0
 
 
+def is_unenforced(view: Timeline, rank: int) -> bool:
+    """Whether a rank has been in its collective for far longer than its group's own timeout."""
+    return waited_ms(view, rank) >= 2 * own_timeouts(view)[rank][1]
+
+
 def gives_up_words(view: Timeline, ranks: Iterable[int]) -> str:
-    """``"Group '1', in which ranks 0-1 wait, gives up after 3 s."``; empty if none of these waits in such a group."""
+    """``"Group '1', in which ranks 0-1 wait, gives up after 3 s."``; empty if none of these waits in such a group.
+
+    Empty, too, if it has not given up after far longer.
+    """
     own = own_timeouts(view)
-    pending = {rank: own[rank] for rank in sorted(ranks) if rank in own}
+    pending = {rank: own[rank] for rank in sorted(ranks) if rank in own and not is_unenforced(view, rank)}
     if len({*pending.values()}) != 1:
         return ""
     name, timeout_ms = next(iter(pending.values()))
