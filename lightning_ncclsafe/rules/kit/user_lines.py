@@ -160,8 +160,8 @@ def with_decision(view: Timeline, finding: Finding) -> Finding:
 def _is_early_exit(view: Timeline, deciding: DecidingBranches) -> bool:
     """Whether one of two ranks has left before the call by a jump under a condition on a value.
 
-    To go on is usual, and to leave early is not. Of a call that is itself under a condition, either side may be odd; and
-    half of more ranks may be all that a mesh means.
+    To go on is usual, and to leave early is not. Of a call that is itself under a condition, either side may be odd;
+    and half of more ranks may be a part of a mesh.
     """
     is_one_of_two = len(deciding.around) == 1 and len(view.facts) == view.job.world_size == 2
     return deciding.is_jump_on_data and is_one_of_two and not continued_after_exception(view, view.facts)
