@@ -90,6 +90,7 @@ class Segmenting(LoggingNet):
     "failed-rank",
     ranks=(3,),
     world_size=4,
+    whose="code",
 )
 def label_of_pixels_that_are_to_be_ignored(here: Here) -> None:
     """One rank meets the label 255, which its metric does not know, and raises; the others wait for its gradients."""
@@ -270,7 +271,7 @@ class TimeLimit(L.Callback):
             subprocess.run(["sh", "-c", cancel], check=True)
 
 
-@thread(f"{LIGHTNING}/issues/20542", "dead-rank", ranks=(3,), world_size=4, has_line=False)
+@thread(f"{LIGHTNING}/issues/20542", "dead-rank", ranks=(3,), world_size=4, has_line=False, whose="machine")
 def time_that_is_over_on_the_last_host(here: Here) -> None:
     """The scheduler asks the last rank to end, which takes no notice of that, and kills it a second later."""
     here.fit(net=LoggingNet(here), callbacks=[TimeLimit(here)])

@@ -35,7 +35,7 @@ def called_tools(answer: str) -> int:
     return found["calls"].count("</tool_call>") if found else 0
 
 
-@sharded("https://github.com/huggingface/trl/issues/5415", "gil-held")
+@sharded("https://github.com/huggingface/trl/issues/5415", "gil-held", whose="code")
 def answer_cut_off_within_a_call_of_a_tool(here: Here) -> None:
     """An answer calls a tool again and again and is cut off, and the pattern for that backtracks without an end."""
 
@@ -127,6 +127,7 @@ class Consolidated(L.Callback):
     ranks=(),
     has_ranks=False,
     moment=Moment.END,
+    whose="code",
 )
 def shards_merged_within_a_limit(here: Here) -> None:
     """Merging shards takes longer than the group permits in which the others wait for the merged file."""
@@ -231,7 +232,9 @@ class Seeing(Net):
         return self.loss(self.merged(first_tensor(batch)))
 
 
-@sharded("https://github.com/PrimeIntellect-ai/prime-rl/pull/3198", "failed-rank", ranks=(2,), world_size=4)
+@sharded(
+    "https://github.com/PrimeIntellect-ai/prime-rl/pull/3198", "failed-rank", ranks=(2,), world_size=4, whose="code"
+)
 def placeholder_without_a_picture(here: Here) -> None:
     """The text of a document has what stands for a picture, and its rank raises and leaves its groups."""
     try:

@@ -162,6 +162,7 @@ class WholeHead(L.Callback):
     "failed-rank",
     ranks=(0,),
     moment=Moment.EPOCH_END,
+    whose="code",
 )
 def head_saved_with_its_group(here: Here) -> None:
     """What the first rank saves refers to a process group, which cannot be pickled; the others wait at the barrier."""
@@ -287,7 +288,7 @@ class Compiled(Net):
         return super().loss(batch) + 0 * torch.stack(scores).sum()
 
 
-@thread("https://github.com/pytorch/pytorch/pull/130935", "compile-skew", ranks=(1,), world_size=2)
+@thread("https://github.com/pytorch/pytorch/pull/130935", "compile-skew", ranks=(1,), world_size=2, whose="code")
 def code_for_each_length_of_a_piece(here: Here) -> None:
     """The pieces of one rank's batch all have different lengths, and code is compiled for each of them."""
     import torch._dynamo.config as dynamo
@@ -338,7 +339,7 @@ class Clips(L.Callback):
         clip.close()
 
 
-@thread("https://github.com/matplotlib/matplotlib/issues/12752", "rank-behind", moment=Moment.EPOCH_END)
+@thread("https://github.com/matplotlib/matplotlib/issues/12752", "rank-behind", moment=Moment.EPOCH_END, whose="code")
 def encoder_whose_warnings_nobody_reads(here: Here) -> None:
     """The encoder of one rank warns of each frame until the pipe is full, and takes no further frame from then on."""
     here.fit(callbacks=[Clips(here)])
@@ -384,7 +385,7 @@ class Debugged(Net):
         return 2 * loss
 
 
-@thread("https://github.com/pytorch/pytorch/issues/154563", "failed-rank", ranks=(0,), world_size=2)
+@thread("https://github.com/pytorch/pytorch/issues/154563", "failed-rank", ranks=(0,), world_size=2, whose="code")
 def debugger_that_was_quit(here: Here) -> None:
     """Somebody quits the debugger of the first rank, which raises there; the other one waits at the breakpoint."""
     if here.rank == 0:
@@ -482,6 +483,7 @@ class Texts(Net):
     ranks=(),
     has_ranks=False,
     moment=Moment.VALIDATION,
+    whose="code",
 )
 def texts_awaited_for_three_seconds(here: Here) -> None:
     """One rank has more to generate and takes eight seconds; the group for objects gives up long before the other."""
