@@ -67,7 +67,13 @@ _NOTE_S = 2.0
 _RUNS_S = 0.01
 # Lines that are searched for in the user's source, and the facts that have them: a search that fails, or takes long,
 # loses nothing else.
-_SEARCHED = {"ended_at": "trainer", "validates_at": "trainer", "set_at": "trainer", "timeouts_at": "steps"}
+_SEARCHED = {
+    "ended_at": "trainer",
+    "validates_at": "trainer",
+    "set_at": "trainer",
+    "timeouts_at": "steps",
+    "new_groups_at": "steps",
+}
 # What is read one after the other belongs together only if the rank has not continued meanwhile: otherwise its stack
 # shows a call that its recorder does not have. A rank that is at work continues again and again.
 _MOST_READS = 3
@@ -244,6 +250,7 @@ class RankProbe:
             "validates_at": self._trainer.validates_at,
             "set_at": self._trainer.set_at,
             "timeouts_at": lambda: self._steps.timeouts_at() if self._steps else None,
+            "new_groups_at": lambda: self._steps.new_groups_at() if self._steps else None,
             "data_ends_at": self._trainer.data_ends_at,
             "exit_calls": lambda: exit_calls() if _has_ended(machine, parts.get("peers"), error) else None,
         }

@@ -1053,7 +1053,7 @@ def test_calls_that_make_groups_on_all_ranks_are_located_once_there_are_groups(
     of.callbacks = [Pairs()]
     monkeypatch.setattr(process_groups, "groups_made", lambda: made)
     expected = (place("pair", "pair"), place("spare", "spare")) if made > 1 else ()
-    assert StepRecord(of).facts().new_groups_at == expected
+    assert StepRecord(of).new_groups_at() == expected
 
 
 def test_thousands_of_batches_are_counted() -> None:

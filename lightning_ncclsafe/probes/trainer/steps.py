@@ -131,7 +131,7 @@ class StepRecord:
         self.failed_save = None
 
     def facts(self, *, error: str = "") -> StepFacts:
-        """The facts now, without ``timeouts_at``; for another thread, as it reads source files.
+        """The facts now, without ``timeouts_at`` and ``new_groups_at``; for another thread, as it reads source files.
 
         Args:
             error: Text of the exception that this rank raised, if any.
@@ -147,7 +147,7 @@ class StepRecord:
         differing = gradients.of_other_size(error, module)
         frozen = self._frozen(module)
         makes_group = any(True for _ in main_thread_frames(GROUP_CREATION))
-        users, groups_made = self._users(), process_groups.groups_made()
+        users = self._users()
         step = scope_of(getattr(type(module), "training_step", None))
         return StepFacts(
             **passes,
@@ -175,10 +175,9 @@ class StepRecord:
             reducing=logged_keys.reduced_key(),
             peer=_peer(),
             root=_root(),
-            groups_made=groups_made,
+            groups_made=process_groups.groups_made(),
             making=_members(),
             groups_at=(_groups_under_condition() or places_in(users, _groups_made)) if makes_group else (),
-            new_groups_at=_new_groups_of_all(users) if groups_made > 1 else (),
             accumulates_at=(places_in(users, _accumulates) if any(run[3:4] > (0,) for run in runs) else ()),
         )
 
@@ -186,6 +185,10 @@ class StepRecord:
         """The lines that give a group, the store or a barrier a timeout, by a search in the user's source."""
         others = (getattr(self._trainer, name, None) for name in ("datamodule", "strategy"))
         return timeout_lines([*self._users(), *others])
+
+    def new_groups_at(self) -> tuple[str, ...]:
+        """The calls of ``new_group`` that all ranks have to make; none while there is only the default group."""
+        return _new_groups_of_all(self._users()) if process_groups.groups_made() > 1 else ()
 
     def _users(self) -> list[Any]:
         module = getattr(self._trainer, "lightning_module", None)
