@@ -108,9 +108,10 @@ def crossed_groups(view: Timeline) -> Iterator[Finding]:
         # The number of the last one: the default group is number 0.
         name = str(made[making[0]] - 1)
         if len(apart := _members_apart(view, name, making)) > 1:
-            yield _created_by_members(view, making, name, apart)
+            yield _of_one_number(view, making, name, apart, f"{clause(making, 'still waits|wait')} in new_group")
     elif not circle and (met := _met_under_one_number(view)) is not None:
-        yield _used_by_members(view, *met)
+        name, waiting, apart = met
+        yield _of_one_number(view, waiting, name, apart, f"{clause(waiting, 'waits|wait')} in its first call")
 
 
 def _is_of_p2p(view: Timeline, circle: dict[int, tuple[str, int]]) -> bool:
@@ -280,18 +281,6 @@ def _has_called(view: Timeline, rank: int, call: Collective) -> bool:
         return False
     calls = ((one.group, one.seq, one.op) for one in view.facts[rank].collectives)
     return (call.group, call.seq, call.op) in calls
-
-
-def _used_by_members(
-    view: Timeline, name: str, waiting: tuple[int, ...], apart: Mapping[tuple[int, ...], Sequence[int]]
-) -> Finding:
-    return _of_one_number(view, waiting, name, apart, f"{clause(waiting, 'waits|wait')} in its first call")
-
-
-def _created_by_members(
-    view: Timeline, making: tuple[int, ...], name: str, apart: Mapping[tuple[int, ...], Sequence[int]]
-) -> Finding:
-    return _of_one_number(view, making, name, apart, f"{clause(making, 'still waits|wait')} in new_group")
 
 
 def _of_one_number(
