@@ -26,10 +26,10 @@ from lightning_ncclsafe.rules.kit.expected_waits import *
 from lightning_ncclsafe.rules.kit.file_locks import *
 from lightning_ncclsafe.rules.kit.frames import *
 from lightning_ncclsafe.rules.kit.gloo_aborts import *
-from lightning_ncclsafe.rules.kit.group_timeouts import *
 from lightning_ncclsafe.rules.kit.hosts import *
 from lightning_ncclsafe.rules.kit.landmarks import *
 from lightning_ncclsafe.rules.kit.machine import *
+from lightning_ncclsafe.rules.kit.own_timeouts import *
 from lightning_ncclsafe.rules.kit.passes import *
 from lightning_ncclsafe.rules.kit.positions import *
 from lightning_ncclsafe.rules.kit.purpose import *
