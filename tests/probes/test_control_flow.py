@@ -356,6 +356,15 @@ def branches(source: str) -> list[str]:
         pytest.param(
             """
             def step(self, batch):
+                with suppressed_output():
+                    reduce(batch)  # <-
+            """,
+            [],
+            id="a context manager that suppresses something else",
+        ),
+        pytest.param(
+            """
+            def step(self, batch):
                 try:
                     loss = check(batch)
                 except RuntimeError as error:

@@ -14,7 +14,7 @@ HEAD = "import os, signal, sys\nfrom os import _exit as leave\nimport os as syst
 
 def found_in(path: Path, source: str) -> list[tuple[int | None, str, bool]]:
     path.write_text(source)
-    return [(call.status, call.signal, call.raises) for call in exit_calls_in(str(path))]
+    return [(call.status, call.signal, call.raises) for call in exit_calls_in(str(path)) or ()]
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_a_part_of_a_package_is_imported_with_it(tmp_path: Path) -> None:
 def test_the_place_is_that_of_the_statement(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
     path.write_text("import os\nclass Net:\n    def step(self):\n        def inner():\n            os._exit( 1 )\n")
-    (call,) = exit_calls_in(str(path))
+    (call,) = exit_calls_in(str(path)) or ()
     assert (call.place, call.code) == (f"{path}:5 in inner", "os._exit(1)")
 
 
@@ -117,6 +117,23 @@ def test_a_search_that_takes_too_long_finds_nothing(monkeypatch: pytest.MonkeyPa
     assert exit_calls(-1.0) == ()
     monkeypatch.setattr(searched, "_MOST_FILES", 1)
     assert exit_calls() == ()
+
+
+@pytest.mark.parametrize("text", ["def watch(:\n    exit(4)\n", None])
+def test_a_file_that_cannot_be_read_or_parsed_may_have_any_call(
+    monkeypatch: pytest.MonkeyPatch, own: list[Path], tmp_path: Path, text: str | None
+) -> None:
+    other = tmp_path / "other.py"
+    if text is not None:
+        other.write_text(text)
+    load(monkeypatch, *own, other)
+    assert exit_calls() == ()
+
+
+def test_an_empty_file_has_no_calls(monkeypatch: pytest.MonkeyPatch, own: list[Path], tmp_path: Path) -> None:
+    (tmp_path / "__init__.py").touch()
+    load(monkeypatch, *own, tmp_path / "__init__.py")
+    assert len(exit_calls()) == len(own)
 
 
 def test_too_many_calls_are_none(monkeypatch: pytest.MonkeyPatch, own: list[Path]) -> None:

@@ -165,3 +165,14 @@ def test_no_line_is_named_of_a_worker_whose_end_is_not_known(calls: tuple[ExitCa
     finding = worker(calls, **ends)
     assert (finding.rule, finding.confidence) == ("worker-died", Confidence.CERTAIN)
     assert "as after" not in finding.summary and finding.location == ""
+
+
+@pytest.mark.parametrize(("host", "words"), [("node-a", "was killed by SIGKILL"), ("node-b", "is gone")])
+def test_only_a_child_on_its_own_host_is_the_rank_that_is_gone(host: str, words: str) -> None:
+    """Containers give their processes the same few ids."""
+    lost = builders.process(1, "gone")
+    seen = replace(GLOO.waiting(0, seq=61), host="node-a", peers=(lost,))
+    other = replace(GLOO.waiting(2, seq=61), host=host)
+    other = machine_scenes.with_machine(other, ended=(EndedProcess(pid=lost.pid, signal="SIGKILL"),))
+    job = replace(scenes.one_rank_was_killed(GLOO), ranks=(seen, other), world_size=3)
+    assert f"The process of rank 1 {words}" in judge(job).findings[0].summary

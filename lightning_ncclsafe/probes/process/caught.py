@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from inspect import getattr_static
 from itertools import takewhile
 from types import CodeType, FrameType, FunctionType, ModuleType, TracebackType
 from typing import Any
@@ -25,7 +26,8 @@ from lightning_ncclsafe.code.raised import text_of
 from lightning_ncclsafe.code.side_thread import OWN_THREADS
 from lightning_ncclsafe.facts import CaughtException, ExceptionFacts, Frame
 from lightning_ncclsafe.probes.process.stacks import is_user_code, place_in, seen_frame, training_thread, with_source
-from lightning_ncclsafe.probes.source.syntax import syntax_tree
+from lightning_ncclsafe.probes.source.scopes import function_in
+from lightning_ncclsafe.probes.source.syntax import file_of, syntax_tree
 
 _KEPT = 16
 _MOST_FRAMES = 3
@@ -337,7 +339,7 @@ class HandlerWatch:
 
 
 def _own_modules() -> list[ModuleType]:
-    modules = [module for module in [*sys.modules.values()] if is_user_code(getattr(module, "__file__", None) or "<")]
+    modules = [module for module in [*sys.modules.values()] if is_user_code(file_of(module) or "<")]
     return modules[-_MOST_FILES:]
 
 
@@ -348,7 +350,7 @@ def codes_with_handlers(modules: Iterable[ModuleType], lines: dict[str, frozense
         lines: Receives, by file, the first lines of ``except`` clauses.
     """
     for module in modules:
-        file = getattr(module, "__file__", None) or ""
+        file = file_of(module)
         if file not in lines:
             clauses = (node for node in ast.walk(syntax_tree(file)) if isinstance(node, ast.ExceptHandler))
             lines[file] = frozenset(clause.body[0].lineno for clause in clauses)
@@ -361,7 +363,8 @@ def codes_with_handlers(modules: Iterable[ModuleType], lines: dict[str, frozense
 def _codes_of(module: ModuleType) -> Iterator[CodeType]:
     for member in [*vars(module).values()]:
         for function in [*vars(member).values()] if isinstance(member, type) else (member,):
-            plain = getattr(function, "__func__", getattr(function, "fget", function))
-            plain = getattr(plain, "__wrapped__", plain)
+            # Not getattr: an object in a module may have a __getattr__ of the user's, which would run now.
+            wrapper = function_in(function)
+            plain = getattr_static(wrapper, "__wrapped__", wrapper)
             if isinstance(plain, FunctionType):
                 yield from with_inner(plain.__code__)

@@ -4,18 +4,18 @@ They are searched for in the files of all modules that are loaded, which other r
 """
 
 import ast
+import os
 import re
 import signal
 import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
-from types import ModuleType
 from typing import Any, NamedTuple
 
 from lightning_ncclsafe.facts import ExitCall
 from lightning_ncclsafe.probes.process.stacks import is_user_code
-from lightning_ncclsafe.probes.source.syntax import FUNCTIONS, parsed, source_text
+from lightning_ncclsafe.probes.source.syntax import FUNCTIONS, file_of, parsed, source_text
 
 # The other ranks wait while one reads the source.
 _MOST_S = 1.0
@@ -42,6 +42,8 @@ class _Function(NamedTuple):
 def exit_calls(most_s: float = _MOST_S) -> tuple[ExitCall, ...]:
     """All such statements of the loaded modules of the user's; none if they are not all known after so many seconds.
 
+    They are not all known, either, if a file cannot be read or parsed.
+
     Statements outside of functions run when a program begins or ends, and not during a training; those of a function
     that forks, and of the functions in it, end the fork.
     """
@@ -52,29 +54,37 @@ def exit_calls(most_s: float = _MOST_S) -> tuple[ExitCall, ...]:
     for file in files:
         if time.monotonic() > ends_s:
             return ()
-        found += exit_calls_in(file)
+        calls = exit_calls_in(file)
+        if calls is None:
+            return ()
+        found += calls
     return tuple(found) if len(found) <= _MOST_CALLS else ()
 
 
 def _loaded_files() -> list[str]:
     """The user's source files; none if the program is not one of them: that of a notebook is not a file."""
-    modules = {name: _file_of(module) for name, module in [*sys.modules.items()]}
+    modules = {name: file_of(module) for name, module in [*sys.modules.items()]}
     files = dict.fromkeys(file for file in modules.values() if file.endswith(".py") and is_user_code(file))
     return [*files] if any(modules.get(name) for name in _PROGRAM) else []
 
 
-def _file_of(module: object) -> str:
-    # Not getattr: a module that is loaded lazily would be imported now.
-    file = vars(module).get("__file__") if isinstance(module, ModuleType) else None
-    return file if isinstance(file, str) else ""
-
-
-def exit_calls_in(file: str) -> Iterator[ExitCall]:
-    """The statements in functions of a file that end a process."""
+def exit_calls_in(file: str) -> list[ExitCall] | None:
+    """The statements in functions of a file that end a process; None if it cannot be read or parsed."""
     text = source_text(file)
     if not _WORDS.search(text):
-        return
+        return [] if text or _is_empty(file) else None
     tree = parsed(text)
+    return [*_exit_calls(tree, file)] if tree.body else None
+
+
+def _is_empty(file: str) -> bool:
+    try:
+        return os.stat(file).st_size == 0
+    except OSError:
+        return False
+
+
+def _exit_calls(tree: ast.Module, file: str) -> Iterator[ExitCall]:
     names = _names(tree)
     left: deque[tuple[ast.AST, _Function]] = deque([(tree, _Function())])
     while left:

@@ -38,9 +38,9 @@ def handled_at(statement: ast.Try) -> int:
 
 
 def suppresses(statement: With) -> bool:
-    """Whether it is a ``with suppress(…)``."""
+    """Whether it is a ``with suppress(…)`` of contextlib."""
     calls = (item.context_expr for item in statement.items)
-    return any(isinstance(call, ast.Call) and "suppress" in ast.unparse(call.func) for call in calls)
+    return any(isinstance(call, ast.Call) and name_of(call.func) == "suppress" for call in calls)
 
 
 def name_called(manager: ast.expr) -> str:

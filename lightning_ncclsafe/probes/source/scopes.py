@@ -255,8 +255,13 @@ def scopes_in(owners: Iterable[Any]) -> Iterator[Scope]:
 def methods_in(kind: type) -> Iterator[Scope]:
     """The user's functions in a class, without those of its bases."""
     members = [*vars(kind).values()]  # at once: the program may add to its class while files are read
-    scopes = (scope_of(function) for function in map(getter_or_self, members) if inspect.isfunction(function))
+    scopes = (scope_of(function) for function in map(function_in, members) if inspect.isfunction(function))
     return (scope for scope in scopes if scope.file)
+
+
+def function_in(member: Any) -> Any:
+    """The function behind a property, a static or a class method; any other member of a class as it is."""
+    return member.__func__ if isinstance(member, (classmethod, staticmethod)) else getter_or_self(member)
 
 
 def getter_or_self(member: Any) -> Any:

@@ -4,6 +4,7 @@ import ast
 import linecache
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from types import ModuleType
 from typing import TypeAlias, TypeGuard
 
 Function: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef
@@ -13,6 +14,12 @@ LOOPS = (ast.For, ast.AsyncFor, ast.While)
 TRY_STATEMENTS = (ast.Try, getattr(ast, "TryStar", ast.Try))
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 _TRIES = 3
+
+
+def file_of(module: object) -> str:
+    """The source file of a module; empty if it has none. One that is loaded lazily is not imported for that."""
+    file = vars(module).get("__file__") if isinstance(module, ModuleType) else None
+    return file if isinstance(file, str) else ""
 
 
 def source_text(file: str) -> str:

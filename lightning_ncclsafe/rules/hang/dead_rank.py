@@ -36,6 +36,7 @@ from lightning_ncclsafe.rules.kit import (
     ranks_words,
     short_place,
     signal_of,
+    status_of,
     trainer_start,
     verb,
     while_others_wait,
@@ -182,10 +183,7 @@ class _End(NamedTuple):
 
 def _end(view: Timeline, rank: int) -> _End:
     signal = signal_of(view, rank)
-    process = view.witnesses[rank]
-    children = (child for facts in view.facts.values() for child in facts.machine.ended if child.pid == process.pid)
-    status = process.exit_code if process.exit_code is not None else next((one.exit_code for one in children), None)
-    return _End(signal, None if signal else status)
+    return _End(signal, None if signal else status_of(view, rank))
 
 
 def _exit_calls(view: Timeline, gone: tuple[int, ...], end: _End) -> ExitCalls:

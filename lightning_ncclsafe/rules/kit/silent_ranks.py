@@ -1,14 +1,16 @@
 """Ranks that do not answer: what keeps their process from answering, or how it ended."""
 
+from collections import defaultdict
 from collections.abc import Iterator
 from enum import Enum
 
 from lightning_ncclsafe.code.libraries import STORAGE_COPIES
-from lightning_ncclsafe.facts import COLLECTOR, Frame, ProcessFacts, RankFacts
+from lightning_ncclsafe.facts import COLLECTOR, EndedProcess, Frame, ProcessFacts, RankFacts
 from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding
 from lightning_ncclsafe.rules.kit.frames import deepest_user_frame
 from lightning_ncclsafe.rules.kit.landmarks import is_in_wait
 from lightning_ncclsafe.rules.kit.machine import Wait, wait_of
+from lightning_ncclsafe.rules.kit.rule import once
 from lightning_ncclsafe.rules.kit.sentences import finding, while_others_wait
 from lightning_ncclsafe.rules.kit.timeline import Timeline
 from lightning_ncclsafe.rules.kit.wording import location_of, place_words, size_words
@@ -138,8 +140,43 @@ def is_gone(view: Timeline, rank: int) -> bool:
 def signal_of(view: Timeline, rank: int) -> str:
     """The signal that ended a rank's process, by its own last output or its parent; empty if unknown."""
     process = view.witnesses[rank]
-    children = (child for facts in view.facts.values() for child in facts.machine.ended)
-    return process.ended_by or next((child.signal for child in children if child.pid == process.pid), "")
+    if process.ended_by:
+        return process.ended_by
+    child = _as_child(view, rank)
+    return child.signal if child is not None else ""
+
+
+def status_of(view: Timeline, rank: int) -> int | None:
+    """The status with which a rank's process exited, seen from outside or by its parent; None if unknown."""
+    process = view.witnesses[rank]
+    if process.exit_code is not None:
+        return process.exit_code
+    child = _as_child(view, rank)
+    return child.exit_code if child is not None else None
+
+
+def _as_child(view: Timeline, rank: int) -> EndedProcess | None:
+    """A silent rank's process as the rank that had started it saw it end; hosts have the same process ids."""
+    hosts = _hosts(view).get(rank) or {facts.host for facts in view.facts.values()}
+    # Where it ran is unknown if nobody on its host has answered.
+    host = next(iter(hosts)) if len(hosts) == 1 else None
+    return None if host is None else _ended_children(view).get((host, view.witnesses[rank].pid))
+
+
+@once
+def _hosts(view: Timeline) -> dict[int, set[str]]:
+    """The hosts on which other ranks see a rank's process."""
+    hosts: dict[int, set[str]] = defaultdict(set)
+    for facts in view.facts.values():
+        for peer in facts.peers:
+            hosts[peer.rank].add(facts.host)
+    return hosts
+
+
+@once
+def _ended_children(view: Timeline) -> dict[tuple[str, int], EndedProcess]:
+    """The ended children of all ranks, by host and process id."""
+    return {(facts.host, child.pid): child for facts in view.facts.values() for child in facts.machine.ended}
 
 
 def left_in_order(process: ProcessFacts) -> bool:
