@@ -47,6 +47,7 @@ from lightning_ncclsafe.facts import (
     UnitKind,
 )
 from lightning_ncclsafe.facts.findings import Confidence, Finding
+from lightning_ncclsafe.rules.hang.crossed_groups import creation
 from lightning_ncclsafe.rules.judging import judge
 from lightning_ncclsafe.rules.kit.timeline import Timeline
 
@@ -319,7 +320,7 @@ def test_members_of_a_group_are_looked_up_once_however_many_ranks_wait(monkeypat
         asked.append(rank)
         return False
 
-    monkeypatch.setattr("lightning_ncclsafe.rules.hang.crossed_groups._has_called", counted)
+    monkeypatch.setattr(creation, "_has_called", counted)
     assert "crossed-groups" not in found(job(*in_pairs(GLOO)))
     assert asked == [2]
 
