@@ -113,6 +113,14 @@ def test_a_rank_that_copies_from_its_gpu_while_nobody_waits_is_told() -> None:
     assert found(job(*others, witnessed=(seen,))) == {"gpu-stuck": POSSIBLE}
 
 
+def test_a_rank_that_was_late_to_answer_is_not_why_ranks_wait_in_different_calls() -> None:
+    """On a starved host, a rank that waits in a collective may not get a core in time to answer."""
+    seen = process(2, "sleeping", gil_held=True, stack=(user("training_step", 40),), ran_share=0.0, queued_share=0.0)
+    elsewhere = GLOO.in_barrier(0, "Trainer.save_checkpoint", seq=61)
+    waits = found(job(elsewhere, *(GLOO.waiting(rank, seq=61) for rank in (1, 2, 3)), witnessed=(seen,)))
+    assert "gil-held" not in waits and "diverged-collectives" in waits
+
+
 def test_a_thread_that_sleeps_may_itself_wait_for_the_lock() -> None:
     finding = only(scenes.native_code_waits_with_the_gil(GLOO))
     assert "called at train.py:15 in gilsleep, or by another thread" in finding.summary

@@ -58,8 +58,8 @@ def gil_held(view: Timeline) -> Iterator[Finding]:
             if _is_running(process) and (process.ran_share or 0.0) >= _GETS_A_CORE
             else Confidence.LIKELY,
         )
-    # The rank has answered since, when no other rank waited for it any more.
-    if not view.stragglers and not view.behind and not view.raised:
+    # The rank has answered since, when no other rank waited for it any more. Where calls differ, they are why all wait.
+    if not view.stragglers and not view.behind and not view.raised and view.divergence is None:
         for process in view.job.witnessed:
             facts = view.facts.get(process.rank)
             # A thread that waits for a device computes, too, and keeps no lock.
