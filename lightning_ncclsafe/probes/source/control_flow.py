@@ -9,7 +9,7 @@ import linecache
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from lightning_ncclsafe.facts import ELSE, PAST, Branch, Decides
@@ -88,6 +88,9 @@ def control_flow(file: str) -> "ControlFlow":
 class ControlFlow:
     """How control flows in one source file.
 
+    What names mean in it is found when a condition asks for it: on a starved host, reading whole files takes longer
+    than a look has.
+
     Args:
         source: Its text. If it cannot be parsed, nothing is known.
         file: Its path.
@@ -96,23 +99,18 @@ class ControlFlow:
     def __init__(self, source: str, file: str = "") -> None:
         self._lines, self._file = source.split("\n"), file
         self._known: dict[int, Around] = {}
-        self._body, self._of_rank = parsed(source).body, RankNames()
-        self._state: frozenset[str] = frozenset()
-        self._managers: dict[str, Handler] = {}
-        with suppress(RecursionError):
-            self._state = _state_of(self._body)
-            self._managers = managers_in(self._body)
-            self._of_rank = names_of_rank(self._body)
-            self._of_rank = self._of_rank._replace(held=self._held_on_some_ranks())
-            self._known.clear()
+        self._body = parsed(source).body
+        self._of_rank: RankNames | None = None
 
     def around(self, line: int) -> Around:
         """What decides whether this line is reached."""
-        if line not in self._known:
-            self._known[line] = Around()
+        known = self._known.get(line)
+        if known is None:
+            known = Around()
             with suppress(RecursionError):  # of an expression without end
-                self._known[line] = self._around(line)
-        return self._known[line]
+                known = self._around(line)
+            self._known[line] = known
+        return known
 
     def _around(self, line: int) -> Around:
         branches: list[Branch] = []
@@ -134,9 +132,26 @@ class ControlFlow:
                     rank_condition = f"{PAST}{branch.jump} under {branch.test}" if branch.jump else branch.test
         return Around(tuple(branches[-_MOST_BRANCHES:]), rank_condition, handler or "")
 
+    @cached_property
+    def _state(self) -> frozenset[str]:
+        return _state_of(self._body)
+
+    @cached_property
+    def _managers(self) -> dict[str, Handler]:
+        return managers_in(self._body)
+
+    def _names_of_rank(self) -> RankNames:
+        if self._of_rank is None:
+            self._of_rank = RankNames()
+            with suppress(RecursionError):
+                if RANK_WORDS.search("\n".join(self._lines)):
+                    # Conditions tell which names hold something on some ranks only, and need all other names for that.
+                    self._of_rank = names_of_rank(self._body)
+                    self._of_rank = self._of_rank._replace(held=self._held_on_some_ranks())
+            self._known.clear()
+        return self._of_rank
+
     def _held_on_some_ranks(self) -> frozenset[str]:
-        if not RANK_WORDS.search("\n".join(self._lines)):
-            return frozenset()
         given = itertools.islice(given_beside_none(self._body).items(), _MOST_NAMES)
         conditions = {name: {self._condition_of_rank(value) for value in values} for name, values in given}
         # Under two conditions, each rank may have been given something.
@@ -271,7 +286,7 @@ class ControlFlow:
 
     def _decides(self, test: ast.expr) -> Decides:
         """What a condition depends on. A counter or constant is the same on all ranks."""
-        if self._of_rank.decides(test):
+        if self._names_of_rank().decides(test):
             return Decides.RANK
         return Decides.COMMON if _is_counter(test, self._state) or _is_constant(test) else Decides.VALUE
 
@@ -303,15 +318,10 @@ def _is_counter(test: ast.expr, state: frozenset[str]) -> bool:
 
 def _state_of(body: _Block) -> frozenset[str]:
     """The attributes that a file sets outside of ``__init__``."""
-    set_in = (
-        (function.name, node.attr)
-        for statement in body
-        for function in ast.walk(statement)
-        if isinstance(function, FUNCTIONS)
-        for node in ast.walk(function)
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
-    )
-    return frozenset(attribute for function, attribute in set_in if function != "__init__")
+    functions = (one for statement in body for one in ast.walk(statement) if isinstance(one, FUNCTIONS))
+    nodes = (node for one in functions if one.name != "__init__" for node in ast.walk(one))
+    set_in = (node for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store))
+    return frozenset(node.attr for node in set_in)
 
 
 def _is_counted(items: ast.expr) -> bool:

@@ -59,7 +59,7 @@ def given_beside_none(body: _Block) -> dict[str, list[ast.expr]]:
     given: dict[str, list[ast.expr]] = defaultdict(list)
     bound: Counter[str] = Counter()
     places: dict[str, set[int]] = defaultdict(set)
-    for node, function, owner in _with_places(ast.Module(body=body, type_ignores=[]), 0, 0):
+    for node, function, owner in _with_places(body):
         # What a class gives to a name is an attribute of its objects.
         prefix = _SELF if owner and not function else ""
         for target, value in _assignments(node):
@@ -88,15 +88,17 @@ def _assignments(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
                 yield target, node.value
 
 
-def _with_places(node: ast.AST, function: int, owner: int) -> Iterator[tuple[ast.AST, int, int]]:
+def _with_places(body: _Block) -> Iterator[tuple[ast.AST, int, int]]:
     """Every node with the line of the function and of the class that it is in; 0 for none."""
-    if isinstance(node, (*FUNCTIONS, ast.Lambda)):
-        function = node.lineno
-    elif isinstance(node, ast.ClassDef):
-        function, owner = 0, node.lineno
-    for child in ast.iter_child_nodes(node):
-        yield child, function, owner
-        yield from _with_places(child, function, owner)
+    left: list[tuple[ast.AST, int, int]] = [(statement, 0, 0) for statement in reversed(body)]
+    while left:
+        node, function, owner = left.pop()
+        yield node, function, owner
+        if isinstance(node, (*FUNCTIONS, ast.Lambda)):
+            function = node.lineno
+        elif isinstance(node, ast.ClassDef):
+            function, owner = 0, node.lineno
+        left += [(child, function, owner) for child in ast.iter_child_nodes(node)][::-1]
 
 
 def _bound(node: ast.AST) -> Iterator[str]:

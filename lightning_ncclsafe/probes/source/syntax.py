@@ -4,6 +4,7 @@ import ast
 import linecache
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from functools import lru_cache
 from types import ModuleType
 from typing import TypeAlias, TypeGuard
 
@@ -32,6 +33,8 @@ def syntax_tree(file: str) -> ast.Module:
     return parsed(source_text(file))
 
 
+# A look asks for what several modules find in the same few files; nobody changes a tree.
+@lru_cache(maxsize=8)
 def parsed(source: str) -> ast.Module:
     """The syntax tree of a source text; empty if it cannot be parsed."""
     for _ in range(_TRIES):
