@@ -650,5 +650,5 @@ def test_a_parser_disturbed_by_another_thread_is_retried(
         return parse(source)
 
     monkeypatch.setattr(ast, "parse", disturbed)
-    flow = ControlFlow("if is_global_zero:\n    save()\n")
+    flow = ControlFlow(f"if is_global_zero:\n    save()  # disturbed {failures} times\n")
     assert bool(flow.around(2).rank_condition) == is_known

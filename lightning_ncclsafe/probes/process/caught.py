@@ -27,7 +27,7 @@ from lightning_ncclsafe.code.side_thread import OWN_THREADS
 from lightning_ncclsafe.facts import CaughtException, ExceptionFacts, Frame
 from lightning_ncclsafe.probes.process.stacks import is_user_code, place_in, seen_frame, training_thread, with_source
 from lightning_ncclsafe.probes.source.scopes import function_in
-from lightning_ncclsafe.probes.source.syntax import file_of, syntax_tree
+from lightning_ncclsafe.probes.source.syntax import file_of, statements_in, syntax_tree
 
 _KEPT = 16
 _MOST_FRAMES = 3
@@ -352,7 +352,7 @@ def codes_with_handlers(modules: Iterable[ModuleType], lines: dict[str, frozense
     for module in modules:
         file = file_of(module)
         if file not in lines:
-            clauses = (node for node in ast.walk(syntax_tree(file)) if isinstance(node, ast.ExceptHandler))
+            clauses = (one for one in statements_in(syntax_tree(file).body) if isinstance(one, ast.ExceptHandler))
             lines[file] = frozenset(clause.body[0].lineno for clause in clauses)
         if lines[file]:
             for code in dict.fromkeys(_codes_of(module)):

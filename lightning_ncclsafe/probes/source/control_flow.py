@@ -30,6 +30,7 @@ from lightning_ncclsafe.probes.source.syntax import (
     last_line,
     name_of,
     parsed,
+    statements_in,
 )
 
 # Counters that are equal on all ranks, so that conditions on them are, too.
@@ -318,7 +319,7 @@ def _is_counter(test: ast.expr, state: frozenset[str]) -> bool:
 
 def _state_of(body: _Block) -> frozenset[str]:
     """The attributes that a file sets outside of ``__init__``."""
-    functions = (one for statement in body for one in ast.walk(statement) if isinstance(one, FUNCTIONS))
+    functions = (one for one in statements_in(body) if isinstance(one, FUNCTIONS))
     nodes = (node for one in functions if one.name != "__init__" for node in ast.walk(one))
     set_in = (node for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store))
     return frozenset(node.attr for node in set_in)

@@ -15,6 +15,7 @@ from lightning_ncclsafe.probes.source.syntax import (
     is_of_self,
     name_of,
     nodes_in,
+    statements_in,
 )
 
 _MANAGERS = ("contextmanager", "asynccontextmanager")
@@ -53,7 +54,7 @@ def name_called(manager: ast.expr) -> str:
 def managers_in(body: list[ast.stmt]) -> dict[str, Handler]:
     """The context managers of a file that handle exceptions at one line, by name; without names that are not unique."""
     found: dict[str, Handler | None] = {}
-    for node in (node for statement in body for node in ast.walk(statement)):
+    for node in statements_in(body):
         if isinstance(node, (*FUNCTIONS, ast.ClassDef)):
             lines = [*(_in_class(node) if isinstance(node, ast.ClassDef) else _in_generator(node))]
             found[node.name] = lines[0] if len(lines) == 1 and node.name not in found else None

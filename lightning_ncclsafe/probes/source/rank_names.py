@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from lightning_ncclsafe.probes.source.syntax import FUNCTIONS, is_constant, is_of_self, name_of
+from lightning_ncclsafe.probes.source.syntax import FUNCTIONS, is_constant, is_of_self, name_of, statements_in
 
 # Names in conditions that hold on some ranks only, as Lightning, torch and common training scripts use them.
 _TESTS = "is_global_zero|is_master|is_main_process|is_local_main_process|is_rank_zero|is_rank_0|is_first_rank"
@@ -41,12 +41,12 @@ class RankNames(NamedTuple):
 def names_of_rank(body: _Block) -> RankNames:
     """What a file's names mean, as far as each means nothing else."""
     given: dict[str, list[ast.expr | None]] = {}
-    for node in (node for statement in body for node in ast.walk(statement)):
+    for node in statements_in(body):
         if isinstance(node, ast.Assign):
             for target in node.targets:
                 given.setdefault(name_of(target), []).append(node.value)
         elif isinstance(node, FUNCTIONS):
-            returned = [one.value for one in ast.walk(node) if isinstance(one, ast.Return)]
+            returned = [one.value for one in statements_in(node.body) if isinstance(one, ast.Return)]
             given.setdefault(node.name, []).extend(returned or [None])
     return RankNames(_only(given, _tests_rank), _only(given, _is_rank))
 
@@ -56,6 +56,9 @@ def given_beside_none(body: _Block) -> dict[str, list[ast.expr]]:
 
     Only those that one function, or the methods of one class, give and test, and that nothing else may set.
     """
+    values = (value for one in statements_in(body) for _, value in _assignments(one))
+    if not any(map(may_be_none, values)):
+        return {}
     given: dict[str, list[ast.expr]] = defaultdict(list)
     bound: Counter[str] = Counter()
     places: dict[str, set[int]] = defaultdict(set)

@@ -18,6 +18,7 @@ from lightning_ncclsafe.facts import Branch, Decides
 from lightning_ncclsafe.probes.process.stacks import is_user_code
 from lightning_ncclsafe.probes.source.control_flow import control_flow
 from lightning_ncclsafe.probes.source.syntax import (
+    BLOCKS,
     COMPREHENSIONS,
     FUNCTIONS,
     LOOPS,
@@ -209,7 +210,7 @@ def scopes_of(file: str) -> tuple[Scope, ...]:
         if isinstance(node, FUNCTIONS):
             scope = _function(file, node, scope)
             found.append(scope)
-        left += ((child, scope) for child in ast.iter_child_nodes(node))
+        left += ((child, scope) for child in ast.iter_child_nodes(node) if isinstance(child, BLOCKS))
     return tuple(found)
 
 

@@ -2,6 +2,7 @@
 
 import ast
 import linecache
+from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from functools import lru_cache
@@ -15,6 +16,8 @@ LOOPS = (ast.For, ast.AsyncFor, ast.While)
 TRY_STATEMENTS = (ast.Try, getattr(ast, "TryStar", ast.Try))
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 _TRIES = 3
+BLOCKS = (ast.stmt, ast.excepthandler, ast.match_case)
+"""The nodes that may have statements in them; all others are expressions and the like."""
 
 
 def file_of(module: object) -> str:
@@ -33,17 +36,33 @@ def syntax_tree(file: str) -> ast.Module:
     return parsed(source_text(file))
 
 
-# A look asks for what several modules find in the same few files; nobody changes a tree.
-@lru_cache(maxsize=8)
 def parsed(source: str) -> ast.Module:
     """The syntax tree of a source text; empty if it cannot be parsed."""
     for _ in range(_TRIES):
         with suppress(SystemError):  # if another thread parses, too (cpython#106905)
             try:
-                return ast.parse(source)
+                return _parse(source)
             except (SyntaxError, ValueError, RecursionError):
                 break
     return ast.Module(body=[], type_ignores=[])
+
+
+# A look asks for what several modules find in the same few files; nobody changes a tree.
+@lru_cache(maxsize=8)
+def _parse(source: str) -> ast.Module:
+    return ast.parse(source)
+
+
+def statements_in(block: Iterable[ast.AST]) -> Iterator[ast.AST]:
+    """Every statement and clause of these, those of functions and classes too; what contains others comes first.
+
+    Most nodes of a file are expressions: it takes a fifth of the time of ``ast.walk``.
+    """
+    left = deque(block)
+    while left:
+        node = left.popleft()
+        yield node
+        left += (child for child in ast.iter_child_nodes(node) if isinstance(child, BLOCKS))
 
 
 def nodes_in(block: Iterable[ast.AST]) -> Iterator[ast.AST]:
