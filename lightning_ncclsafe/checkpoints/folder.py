@@ -6,7 +6,6 @@ Existing checkpoints stay as they are until a newer one is complete: nothing is 
 import os
 import re
 import shutil
-import socket
 import time
 import uuid
 import zipfile
@@ -18,6 +17,7 @@ from typing import Any, BinaryIO
 import psutil
 
 from lightning_ncclsafe._torch import tensors
+from lightning_ncclsafe.code.this_host import process_space
 from lightning_ncclsafe.exchange import wait_for
 
 KEY = "lightning_ncclsafe"
@@ -118,7 +118,7 @@ class CheckpointFolder:
         """A temporary name for an incomplete checkpoint."""
         self.path.mkdir(parents=True, exist_ok=True)
         self._clear_left_behind()
-        return self.path / _PARTIAL.format(host=_here(), pid=os.getpid(), id=uuid.uuid4().hex)
+        return self.path / _PARTIAL.format(host=process_space(), pid=os.getpid(), id=uuid.uuid4().hex)
 
     def _finish(self, partial: Path, epoch: int, step: int) -> Path:
         for version in range(_MOST_NAMESAKES):
@@ -148,18 +148,9 @@ class CheckpointFolder:
             for path in self.path.iterdir():
                 if (found := _PARTIALS.fullmatch(path.name)) is None:
                     continue
-                has_ended = found["host"] == _here() and not psutil.pid_exists(int(found["pid"]))
+                has_ended = found["host"] == process_space() and not psutil.pid_exists(int(found["pid"]))
                 if has_ended or time.time() - path.stat().st_mtime > _OLD_S:
                     _remove(path)
-
-
-def _here() -> str:
-    """This host and its namespace of process ids: a container may have its own namespace, but its host's name."""
-    try:
-        space = os.stat("/proc/self/ns/pid").st_ino
-    except OSError:
-        space = 0
-    return f"{socket.gethostname().replace('@', '')}-{space}"
 
 
 def _take_name(partial: Path, path: Path) -> bool:

@@ -1,7 +1,6 @@
 """``ncclsafe preflight``: checks this host before training, and under a launcher the hosts of all ranks."""
 
 import os
-import socket
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -11,6 +10,7 @@ from jsonargparse import ArgumentParser, Namespace
 from jsonargparse.typing import NonNegativeInt, PositiveFloat
 
 from lightning_ncclsafe.cli import failed
+from lightning_ncclsafe.code.this_host import host_name
 from lightning_ncclsafe.exchange import ExchangeError, MemoryExchange, TcpStoreExchange
 from lightning_ncclsafe.exchange.meeting import Agreed
 from lightning_ncclsafe.facts import LoadFacts, Phase, PreflightFacts, Progress, RankFacts
@@ -56,7 +56,7 @@ def run(config: Namespace) -> int:
         identity=RankFacts(
             rank=place.rank,
             local_rank=place.local_rank,
-            host=socket.gethostname(),
+            host=host_name(),
             pid=os.getpid(),
             progress=Progress(phase=Phase.INIT),
         ),

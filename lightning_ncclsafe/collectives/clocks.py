@@ -359,7 +359,7 @@ class ClockSync:
 
     Args:
         boot_id: Equal on the ranks of this host and different elsewhere; see
-            :func:`~lightning_ncclsafe.probes.host.capacity.host_boot_id`.
+            :func:`~lightning_ncclsafe.code.this_host.host_boot_id`.
     """
 
     def __init__(

@@ -10,6 +10,7 @@ from lightning_ncclsafe._torch import recorders
 from lightning_ncclsafe.code.marks import Mark, marked
 from lightning_ncclsafe.code.own_work import OwnWork
 from lightning_ncclsafe.code.patching import WrappedMethod
+from lightning_ncclsafe.code.this_host import host_boot_id
 from lightning_ncclsafe.collectives.clocks import ClockSync
 from lightning_ncclsafe.collectives.mispaired import mispairing_words, own_call_words
 from lightning_ncclsafe.collectives.recording import PhaseHistory, Recording
@@ -17,7 +18,6 @@ from lightning_ncclsafe.collectives.results import TimingScalars, print_trace, s
 from lightning_ncclsafe.collectives.tree import TimingReport, Tree
 from lightning_ncclsafe.exchange import Exchange, ExchangeError, poll_interval_s, wait_for
 from lightning_ncclsafe.facts import Straggler
-from lightning_ncclsafe.probes.host.capacity import host_boot_id
 from lightning_ncclsafe.probes.trainer.actions import ActionTracker
 from lightning_ncclsafe.recorder.model import MOST_ENTRIES
 from lightning_ncclsafe.report.terminal import say_on_stderr, say_own_failure

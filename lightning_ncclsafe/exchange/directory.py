@@ -3,7 +3,6 @@
 import errno
 import os
 import shutil
-import socket
 import tempfile
 from collections.abc import Iterable
 from contextlib import suppress
@@ -12,6 +11,7 @@ from urllib.parse import quote
 
 import psutil
 
+from lightning_ncclsafe.code.this_host import process_space
 from lightning_ncclsafe.exchange.interface import ExchangeError
 from lightning_ncclsafe.exchange.waiting import wait_for
 
@@ -151,7 +151,7 @@ class DirectoryExchange:
                 (self._folder / _PARENT_IS_OURS).touch(mode=0o600)
             # mkstemp makes files that only this user can read.
             if self._note is None:
-                prefix = f"{_USER}{socket.gethostname()}@{os.getpid()}@"
+                prefix = f"{_USER}{process_space()}@{os.getpid()}@"
                 handle, note = tempfile.mkstemp(dir=self._folder, prefix=prefix)
                 os.close(handle)
                 self._note = Path(note)
@@ -172,9 +172,9 @@ class DirectoryExchange:
 
 
 def _is_used(note: Path) -> bool:
-    """Whether a process that has published in a folder still runs; a process on another host counts as running."""
-    _, host, pid, _ = note.name.rsplit("@", 3)
-    if host != socket.gethostname():
+    """Whether a process that has published in a folder still runs; one of another host or container counts as such."""
+    _, space, pid, _ = note.name.rsplit("@", 3)
+    if space != process_space():
         return True
     with suppress(psutil.Error, ValueError):
         return psutil.Process(int(pid)).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)

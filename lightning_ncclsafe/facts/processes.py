@@ -146,6 +146,7 @@ class FileLockFacts:
             Otherwise it sleeps, and has the file open on which another process has a lock.
         by_existence: Whether the lock is the file's existence: the wait is over when the file is gone.
         age_s: Seconds since such a file was written.
+        is_on_network: Whether the file is on a network file system, where ranks on other hosts may lock it, too.
     """
 
     path: str
@@ -153,6 +154,7 @@ class FileLockFacts:
     is_certain: bool = True
     by_existence: bool = False
     age_s: float | None = None
+    is_on_network: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -38,7 +38,7 @@ class LocalRanks:
     Args:
         peers: Receives them, and looks at them.
         host: Name of this host.
-        find: Finds ranks by their environment: process ids by local ranks.
+        find: Finds ranks by their environment: process ids by ranks.
         met: The ranks known from the last call of the Trainer in this process; updated with those of this call.
 
     Attributes:
@@ -51,7 +51,7 @@ class LocalRanks:
         peers: Peers,
         *,
         host: str,
-        find: Callable[[str], dict[int, int]] = resources.find_ranks,
+        find: Callable[[str, range], dict[int, int]] = resources.find_ranks,
         clock: Callable[[], float] = time.monotonic,
         met: dict[int, RankInfo] | None = None,
     ) -> None:
@@ -117,16 +117,16 @@ class LocalRanks:
         """Finds the processes of ranks of this host that have not published their info yet."""
         if self._have_met.is_set():
             return
-        for local_rank, pid in self._find_in_time().items():
-            if local_rank != self._place.local_rank and local_rank < self._place.local_world_size:
-                self._know(self._place.ranks_here[local_rank], pid)
+        for rank, pid in self._find_in_time().items():
+            if rank != self._place.rank and rank < self._place.world_size:
+                self._know(rank, pid)
         self._peers.known = tuple(self._early[rank] for rank in sorted(self._early))
 
     def _find_in_time(self) -> dict[int, int]:
         """The result of the last completed search; a new search begins only when the one before has ended."""
 
         def search() -> None:
-            self._found = self._find(self._place.master_port)
+            self._found = self._find(self._place.master_port, self._place.ranks_here)
 
         with suppress(UnansweredError):
             self._search.call(search, _SEARCH_S)

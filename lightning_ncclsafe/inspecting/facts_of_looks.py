@@ -2,7 +2,6 @@
 
 import platform
 import re
-import socket
 import sys
 import time
 from collections import Counter
@@ -12,6 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from lightning_ncclsafe.code.libraries import ALL_OF_LIGHTNING
 from lightning_ncclsafe.code.side_thread import SideThread
+from lightning_ncclsafe.code.this_host import host_name
 from lightning_ncclsafe.facts import (
     COLLECTOR,
     ENDED,
@@ -185,7 +185,7 @@ def rank_facts(seen: SeenRank, *, taken_ns: int = 0) -> RankFacts:
         rank=seen.process.rank,
         local_rank=seen.process.local_rank,
         local_world_size=seen.process.local_world_size,
-        host=socket.gethostname(),
+        host=host_name(),
         pid=seen.process.pid,
         taken_ns=taken_ns,
         progress=progress_in(shown.stack, inspection.idle_s),

@@ -2,7 +2,6 @@
 
 import math
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping
@@ -14,6 +13,7 @@ import psutil
 
 from lightning_ncclsafe._torch import build
 from lightning_ncclsafe.code.side_thread import SideThread, UnansweredError
+from lightning_ncclsafe.code.this_host import host_name
 from lightning_ncclsafe.facts import (
     ENDED,
     ExceptionFacts,
@@ -141,7 +141,7 @@ class RankProbe:
         self.exception: ExceptionFacts | None = None
         self.info = RankInfo(
             rank=rank,
-            host=socket.gethostname(),
+            host=host_name(),
             pid=os.getpid(),
             started=psutil.Process().create_time(),
         )

@@ -7,6 +7,7 @@ from datetime import datetime, timezone
 from typing import Any
 
 from lightning_ncclsafe.facts import IncidentKind, JobFacts, Straggler
+from lightning_ncclsafe.rules.common_paths import with_common_paths
 from lightning_ncclsafe.rules.hang import HANG_RULES
 from lightning_ncclsafe.rules.kit import (
     Confidence,
@@ -40,6 +41,7 @@ def judge(job: JobFacts, rules: Sequence[Rule[Any]] = HANG_RULES) -> Diagnosis:
         job: The facts of all ranks that answered.
         rules: The rules to ask.
     """
+    asked, job = job, with_common_paths(job)
     every: list[tuple[Rule[Any], Finding]] = []
     failures: list[str] = []
     for rule in rules:
@@ -57,7 +59,7 @@ def judge(job: JobFacts, rules: Sequence[Rule[Any]] = HANG_RULES) -> Diagnosis:
         findings[0] = replace(findings[0], remedy=kept[0][1].remedy)
     findings = [_with_hosts(finding, job) for finding in _with_past_lateness(findings, job)]
     forget()
-    return Diagnosis(job=job, findings=tuple(findings), unanswered=(*missing, *failures))
+    return Diagnosis(job=asked, findings=tuple(findings), unanswered=(*missing, *failures))
 
 
 def _as_of_moments(rule: Rule[Any], finding: Finding, job: JobFacts) -> Finding:

@@ -4,12 +4,12 @@ The Trainer and its strategy are duck-typed; Lightning is not imported here.
 """
 
 import os
-import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 from lightning_ncclsafe._torch import stores
+from lightning_ncclsafe.code.this_host import host_name
 from lightning_ncclsafe.collectives.timer import AttachedTimer
 from lightning_ncclsafe.errors import HostPreflightError
 from lightning_ncclsafe.exchange import Exchange, comes_first
@@ -348,7 +348,7 @@ def _identity(place: Place) -> RankFacts:
         rank=place.rank,
         local_rank=place.local_rank,
         local_world_size=place.local_world_size,
-        host=socket.gethostname(),
+        host=host_name(),
         pid=os.getpid(),
         progress=Progress(phase=Phase.INIT),
     )

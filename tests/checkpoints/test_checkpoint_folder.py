@@ -1,7 +1,6 @@
 """Checkpoints in a folder: whole or not at all, none written over, as many kept as were asked for."""
 
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -13,6 +12,7 @@ import pytest
 import torch
 
 from lightning_ncclsafe.checkpoints.folder import KEY, CheckpointFolder, own_part, read_back
+from lightning_ncclsafe.code.this_host import process_space
 
 MINE = "mine"
 
@@ -97,12 +97,11 @@ def test_only_old_checkpoints_of_this_run_are_pruned(tmp_path: Path) -> None:
 
 def test_leftovers_of_dead_writers_are_removed(tmp_path: Path) -> None:
     gone = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, timeout=30)
-    host, pid = socket.gethostname(), int(gone.stdout)
-    space = os.stat("/proc/self/ns/pid").st_ino
-    left = tmp_path / f".just-in-time@{host}-{space}@{pid}@abc.ncclsafe-partial"
-    writing = tmp_path / f".just-in-time@{host}-{space}@{os.getppid()}@abc.ncclsafe-partial"
+    space, pid = process_space(), int(gone.stdout)
+    left = tmp_path / f".just-in-time@{space}@{pid}@abc.ncclsafe-partial"
+    writing = tmp_path / f".just-in-time@{space}@{os.getppid()}@abc.ncclsafe-partial"
     # Of a container that has the name of its host, and process ids of its own.
-    contained = tmp_path / f".just-in-time@{host}-{space + 1}@{pid}@abc.ncclsafe-partial"
+    contained = tmp_path / f".just-in-time@{space}1@{pid}@abc.ncclsafe-partial"
     elsewhere = tmp_path / ".just-in-time@elsewhere@1@abc.ncclsafe-partial"
     long_ago = tmp_path / ".just-in-time@elsewhere@1@def.ncclsafe-partial"
     for path in (left, writing, contained, elsewhere, long_ago):

@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,6 +25,7 @@ from lightning_ncclsafe.checkpoints.folder import KEY
 from lightning_ncclsafe.checkpoints.saving import Saver
 from lightning_ncclsafe.checkpoints.sharded_save import Share, joined, why_not_covered
 from lightning_ncclsafe.checkpoints.shards import Chunk, SplitTensor, boxes_of_range
+from lightning_ncclsafe.code.this_host import process_space
 from lightning_ncclsafe.exchange import MemoryExchange
 from lightning_ncclsafe.exchange.interface import SharedMemory
 from lightning_ncclsafe.settings import CheckpointSettings
@@ -354,8 +354,7 @@ def test_an_unwritable_folder_is_reported_at_once(tmp_path: Path) -> None:
 def test_old_checkpoints_and_dead_attempts_are_removed(tmp_path: Path) -> None:
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
-    here = f"{socket.gethostname()}-{os.stat('/proc/self/ns/pid').st_ino}"
-    left = tmp_path / f".just-in-time@{here}@{process.pid}@00ff.ncclsafe-partial"
+    left = tmp_path / f".just-in-time@{process_space()}@{process.pid}@00ff.ncclsafe-partial"
     left.mkdir()
     (left / "__0_0.distcp").write_bytes(b"half of it")
     for step in (3, 4, 5):

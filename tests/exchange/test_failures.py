@@ -169,6 +169,18 @@ def test_the_last_rank_removes_files_of_a_killed_one(
     assert (tmp_path / "exchange").exists() is is_left
 
 
+def test_a_process_of_another_container_counts_as_a_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have the name of the host, and a process id that is unknown here."""
+    there, last = (DirectoryExchange(tmp_path / "exchange") for _ in range(2))
+    with monkeypatch.context() as container:
+        container.setattr("lightning_ncclsafe.exchange.directory.process_space", lambda: f"{socket.gethostname()}-0-1")
+        container.setattr(os, "getpid", lambda: NOBODY)
+        there.set("facts/0", b"")
+    last.set("facts/1", b"")
+    last.close()
+    assert list(there.get_many(["facts/0"])) == ["facts/0"]
+
+
 def test_a_zombie_does_not_count_as_a_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     child = subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE)
     try:

@@ -30,7 +30,7 @@ class Host:
         self.neighbours = self.local_ranks()
 
     def local_ranks(
-        self, *, find: Callable[[str], dict[int, int]] | None = None, met: dict[int, RankInfo] | None = None
+        self, *, find: Callable[[str, range], dict[int, int]] | None = None, met: dict[int, RankInfo] | None = None
     ) -> LocalRanks:
         place = Place(rank=4, local_rank=1, world_size=6, local_world_size=3, master_port="29500")
         return LocalRanks(
@@ -42,11 +42,11 @@ class Host:
             met=met,
         )
 
-    def find(self, master_port: str) -> dict[int, int]:
-        assert master_port == "29500"
+    def find(self, master_port: str, ranks_here: range) -> dict[int, int]:
+        assert (master_port, ranks_here) == ("29500", range(3, 6))
         self.searches += 1
         self.now_s += self.search_s
-        return dict(self.pids)
+        return {ranks_here[local_rank]: pid for local_rank, pid in self.pids.items() if local_rank < len(ranks_here)}
 
     def look_at(self, peer: RankInfo) -> ProcessFacts:
         self.looks.append(peer.rank)
@@ -197,10 +197,10 @@ def test_a_search_that_does_not_end_is_left_behind(host: Host, monkeypatch: pyte
     monkeypatch.setattr(module, "_SEARCH_S", 0.1)
     answers = threading.Event()
 
-    def find(master_port: str) -> dict[int, int]:
+    def find(master_port: str, ranks_here: range) -> dict[int, int]:
         host.searches += 1
         answers.wait(30)
-        return {0: 70}
+        return {3: 70}
 
     neighbours = host.local_ranks(find=find)
     try:

@@ -2,7 +2,6 @@
 
 import os
 import resource
-import socket
 from collections import namedtuple
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import psutil
 import pytest
 
 from lightning_ncclsafe.probes.host import capacity as module
-from lightning_ncclsafe.probes.host.capacity import capacity, cpus, host_boot_id, process_limit_bytes
+from lightning_ncclsafe.probes.host.capacity import capacity, cpus, process_limit_bytes
 from lightning_ncclsafe.probes.host.cgroups import ControlGroups
 
 Stat = namedtuple("Stat", "f_blocks f_bavail f_frsize")
@@ -119,13 +118,3 @@ def test_a_host_without_any_information_is_handled(
     monkeypatch.setattr(resource, "getrlimit", refuse)
     monkeypatch.setattr(module, "host_boot_id", lambda: "node7")
     assert capacity(nowhere, environment={}) == module.Capacity(machine="node7")
-
-
-def test_hosts_are_identified_by_their_boot_id(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    told = tmp_path / "boot_id"
-    told.write_text("6d0c-11\n")
-    assert host_boot_id(told) == "6d0c-11"
-    monkeypatch.setattr(socket, "gethostname", lambda: "node7")
-    assert host_boot_id(tmp_path / "none") == "node7"
-    told.write_text("\n")
-    assert host_boot_id(told) == "node7"

@@ -163,3 +163,12 @@ def test_holders_without_a_visible_process_are_left_out(tmp_path: Path, monkeypa
     assert lock_waits.lock_on(str(path)) == FileLockFacts(path=str(path))
     (tmp_path / "locks").write_text(lines[0].replace("WRITE 0", "READ  999999999"))
     assert lock_waits.lock_on(str(path)).holders == (LockHolder(pid=999999999),)
+
+
+@pytest.mark.parametrize(("kind", "is_on_network"), [("nfs4", True), ("ext4", False)])
+def test_other_hosts_see_files_on_network_file_systems(
+    kind: str, is_on_network: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lock_waits, "_awaited", lambda: FileLockFacts(path="/data/x.lock"))
+    monkeypatch.setattr(lock_waits, "filesystem_of", lambda path: kind)
+    assert lock_waits.waited_for() == FileLockFacts(path="/data/x.lock", is_on_network=is_on_network)

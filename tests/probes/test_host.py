@@ -149,7 +149,7 @@ def test_a_rank_is_the_program_and_not_its_wrapper() -> None:
     )
     try:
         assert wrapper.stdout is not None and wrapper.stdout.readline()
-        assert find_ranks(port) == {0: psutil.Process(wrapper.pid).children()[0].pid}
+        assert find_ranks(port, range(3)) == {0: psutil.Process(wrapper.pid).children()[0].pid}
     finally:
         ended(wrapper)
 
@@ -164,7 +164,7 @@ def test_a_wrapper_stands_in_until_the_program_starts() -> None:
     )
     try:
         assert wrapper.stdout is not None and wrapper.stdout.readline()
-        assert find_ranks(port) == {0: wrapper.pid}
+        assert find_ranks(port, range(3)) == {0: wrapper.pid}
     finally:
         ended(wrapper)
 
@@ -172,14 +172,21 @@ def test_a_wrapper_stands_in_until_the_program_starts() -> None:
 def test_slurm_ranks_are_found_by_their_step() -> None:
     job = {"SLURM_JOB_ID": f"no-job-{os.getpid()}", "SLURM_STEP_ID": "0"}
     command = [sys.executable, "-S", "-c", "print(flush=True); input()"]
+    # The last one is numbered across hosts (srun --distribution=cyclic).
     environments = [job | {"SLURM_LOCALID": "1"}, job | {"SLURM_STEP_ID": "1", "SLURM_LOCALID": "2"}, job]
+    environments += [job | {"SLURM_LOCALID": "2", "SLURM_PROCID": "11"}]
     processes = [
         subprocess.Popen(command, env=one, stdin=subprocess.PIPE, stdout=subprocess.PIPE) for one in environments
     ]
     try:
         assert all(process.stdout is not None and process.stdout.readline() for process in processes)
-        assert find_ranks("no-port", job | {"SLURM_LOCALID": "0"}) == {1: processes[0].pid}
-        assert find_ranks("no-port", {}) == {}
+        assert find_ranks("no-port", range(6, 9), job | {"SLURM_LOCALID": "0"}) == {
+            7: processes[0].pid,
+            11: processes[3].pid,
+        }
+        below_slurm = job | {"SLURM_LOCALID": "0", "LOCAL_RANK": "0"}
+        assert find_ranks("no-port", range(6, 9), below_slurm) == {7: processes[0].pid, 8: processes[3].pid}
+        assert find_ranks("no-port", range(3), {}) == {}
     finally:
         ended(*processes)
 
@@ -197,7 +204,7 @@ def test_ranks_are_found_by_their_environment() -> None:
     processes = [rank_process(port, "0"), rank_process(port, "1"), rank_process(port + "0", "2")]
     processes += [rank_process(port, None), rank_process(port, "first")]
     try:
-        assert find_ranks(port) == {0: processes[0].pid, 1: processes[1].pid}
+        assert find_ranks(port, range(3)) == {0: processes[0].pid, 1: processes[1].pid}
     finally:
         for process in processes:
             process.communicate()

@@ -163,7 +163,9 @@ def test_the_holder_of_a_lock_on_another_host_is_unknown_unless_it_is_a_rank() -
     assert (unknown.rule, unknown.ranks) == ("file-lock", (1,))
     assert "who holds it is not shown here" in unknown.summary
     there = replace(downloading(), host="node-2", held_locks=(PATH,))
-    assert first(there, at_lock(1)).ranks == (0,)
+    assert first(there, at_lock(1, is_on_network=True)).ranks == (0,)
+    # On a local disk, it is another file.
+    assert first(there, at_lock(1)).ranks == (1,)
     # The same path on its own host would be listed there.
     here = replace(downloading(), held_locks=(PATH,))
     assert first(here, at_lock(1)).rule == "file-lock"

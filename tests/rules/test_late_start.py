@@ -42,7 +42,10 @@ def waiting(
 
 
 def not_joined(*seen: ProcessFacts, world: int = 2, ranks: tuple[RankFacts, ...] = (waiting(1),)) -> Finding:
-    return first(job(*ranks, world=world, witnessed=seen))
+    """These processes, which are seen by the next rank."""
+    by_rank = {process.rank + 1: process for process in seen}
+    seeing = (replace(one, peers=(by_rank[one.rank],)) if one.rank in by_rank else one for one in ranks)
+    return first(job(*seeing, world=world, witnessed=seen))
 
 
 def first(facts: JobFacts) -> Finding:
@@ -112,6 +115,14 @@ def test_only_the_growth_on_the_same_host_uses_up_its_memory() -> None:
     assert "the host's last 2.1 GB are used up in about 10 s" in finding.summary
     both = not_joined(GROWING, elsewhere, world=4, ranks=(waiting(1), waiting(3)))
     assert "the host's last 2.1 GB are used up in about 5.0 s" in both.summary
+
+
+def test_ranks_of_a_host_need_not_be_consecutive() -> None:
+    """As SLURM numbers them if it is asked to: ranks 0 and 2 are on one host, 1 and 3 on another."""
+    sees = replace(waiting(2, local_rank=1), peers=(GROWING,))
+    others = (waiting(rank, local_rank=rank // 2, host="node-2", memory=HostFacts()) for rank in (1, 3))
+    finding = first(job(sees, *others, world=4, witnessed=(GROWING,)))
+    assert "the host's last 2.1 GB are used up in about 10 s" in finding.summary
 
 
 def test_a_rank_that_grows_in_setup_says_so() -> None:

@@ -1,17 +1,14 @@
 """What this process may use of its host: cores, processor time, memory, shared memory; and which host it is."""
 
 import os
-import socket
 from collections.abc import Mapping
-from pathlib import Path
 
 import psutil
 
+from lightning_ncclsafe.code.this_host import host_boot_id
 from lightning_ncclsafe.facts import Capacity
-from lightning_ncclsafe.probes.absent import file_text, or_none
+from lightning_ncclsafe.probes.absent import or_none
 from lightning_ncclsafe.probes.host.cgroups import ControlGroups
-
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def capacity(
@@ -81,11 +78,3 @@ def _soft_limit(name: str) -> int | None:
 
     soft, _ = resource.getrlimit(getattr(resource, name))
     return None if soft == resource.RLIM_INFINITY else soft
-
-
-def host_boot_id(boot_id: Path = _BOOT_ID) -> str:
-    """An id that is equal for all processes of this host, and only for them: the kernel's boot id, or else its name.
-
-    A container has the boot id of its host, but a name of its own.
-    """
-    return file_text(boot_id) or socket.gethostname()

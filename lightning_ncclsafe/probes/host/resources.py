@@ -133,10 +133,12 @@ def child_processes(*, besides: Iterable[int], of: int | None = None) -> list[in
     return []
 
 
-def find_ranks(master_port: str, environ: Mapping[str, str] = os.environ) -> dict[int, int]:
-    """Ranks of a job on this host, found by their environment before they publish anything: pid by local rank.
+def find_ranks(master_port: str, ranks_here: range, environ: Mapping[str, str] = os.environ) -> dict[int, int]:
+    """Ranks of a job on this host, found by their environment before they publish anything: pid by rank.
 
     Args:
+        ranks_here: The ranks of this host by local rank, if its ranks are consecutive, as all launchers but SLURM
+            number them.
         environ: The environment of this process, for SLURM, under which all ranks know at first only their step.
     """
     step = _slurm_step(environ)
@@ -145,9 +147,13 @@ def find_ranks(master_port: str, environ: Mapping[str, str] = os.environ) -> dic
         environment = or_none(process.environ) or {}
         is_here = environment.get("MASTER_PORT") == master_port or (step and _slurm_step(environment) == step)
         local_rank = environment.get("LOCAL_RANK", environment.get("SLURM_LOCALID", ""))
-        if is_here and local_rank.isdecimal():
-            found.setdefault(int(local_rank), []).append(process)
-    return {local_rank: _rank_among(processes).pid for local_rank, processes in found.items()}
+        if is_here and local_rank.isdecimal() and int(local_rank) < len(ranks_here):
+            # Other launchers below SLURM number their ranks themselves, and SLURM has numbered the launchers.
+            is_by_slurm = "LOCAL_RANK" not in environ and "LOCAL_RANK" not in environment
+            by_slurm = environment.get("SLURM_PROCID", "") if is_by_slurm else ""
+            rank = int(by_slurm) if by_slurm.isdecimal() else ranks_here[int(local_rank)]
+            found.setdefault(rank, []).append(process)
+    return {rank: _rank_among(processes).pid for rank, processes in found.items()}
 
 
 def _slurm_step(environment: Mapping[str, str]) -> tuple[str, ...]:

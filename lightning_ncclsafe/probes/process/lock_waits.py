@@ -14,6 +14,8 @@ import psutil
 from lightning_ncclsafe.code.libraries import EXISTING_LOCK_FILES, FILE_LOCKS, PATHS_OF_FILE_LOCKS
 from lightning_ncclsafe.facts import FileLockFacts, LockHolder
 from lightning_ncclsafe.probes.absent import or_none
+from lightning_ncclsafe.probes.host.resources import filesystem_of
+from lightning_ncclsafe.probes.host.swap import is_network_filesystem
 from lightning_ncclsafe.probes.process.main_thread import system_call
 from lightning_ncclsafe.probes.process.open_files import open_files
 from lightning_ncclsafe.probes.process.stacks import main_thread_frames
@@ -48,6 +50,11 @@ class _Lock:
 
 def waited_for() -> FileLockFacts | None:
     """The file lock that the main thread waits for; None if it waits for none. May block on storage."""
+    lock = _awaited()
+    return lock and replace(lock, is_on_network=is_network_filesystem(filesystem_of(os.path.realpath(lock.path))))
+
+
+def _awaited() -> FileLockFacts | None:
     owner = _library_lock()
     if owner is not None:
         return owner

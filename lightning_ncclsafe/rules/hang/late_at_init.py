@@ -1,6 +1,5 @@
 """The cause late-at-init: a rank has not reached the place where the others wait before the first batch."""
 
-from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 
 from lightning_ncclsafe.facts import HostFacts, ProcessFacts
@@ -160,16 +159,10 @@ def _not_joined(view: Timeline, ranks: tuple[int, ...]) -> Finding:
 
 
 def _used_up_before_joining(view: Timeline, seen: Sequence[ProcessFacts]) -> str:
-    firsts = sorted({facts.rank - facts.local_rank for facts in view.facts.values()})
-    host = bisect_right(firsts, seen[0].rank)
-    if host == 0:
-        return ""
-    # Ranks on a host are consecutive.
-    first = firsts[host - 1]
-    witness = next(facts for facts in view.facts.values() if facts.rank - facts.local_rank == first)
-    answering = [facts.host_facts for facts in view.facts.values() if facts.host == witness.host]
-    silent = [process for process in seen if bisect_right(firsts, process.rank) == host]
-    return used_up_words(witness.host_facts, [*answering, *silent])
+    host = view.hosts.get(seen[0].rank)
+    answering = [facts.host_facts for facts in view.facts.values() if facts.host == host]
+    silent = [process for process in seen if view.hosts.get(process.rank) == host]
+    return used_up_words(answering[0], [*answering, *silent]) if host and answering else ""
 
 
 def _memory_clause(*parts: str) -> str:

@@ -85,7 +85,9 @@ def _wait(one: RankFacts, facts: Mapping[int, RankFacts], pids: Mapping[tuple[st
 
 
 def _holder_on_another_host(one: RankFacts, lock: FileLockFacts, facts: Mapping[int, RankFacts]) -> int | None:
-    """The rank on another host that holds a lock on this path: the file is on storage that both share."""
+    """The rank on another host that holds a lock on this path, if the file is on storage that both share."""
+    if not lock.is_on_network:
+        return None  # each host has a file of its own at this path
     others = (other.rank for other in facts.values() if other.host != one.host and lock.path in other.held_locks)
     return next(others, None)
 

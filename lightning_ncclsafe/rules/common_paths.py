@@ -1,0 +1,66 @@
+"""One path for each source file that hosts have in folders of their own, so that rules see ranks at the same line."""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+from lightning_ncclsafe.facts import Collective, Frame, Group, JobFacts, RankFacts
+
+
+def with_common_paths(job: JobFacts) -> JobFacts:
+    """The same job, in which a file has the path of the first host that has it.
+
+    A virtual environment or a copy of the code may be elsewhere on each host. A file counts as the same on two hosts if
+    it has the same name in a folder of the same name, and neither host has two such files.
+    """
+    if len({facts.host for facts in job.ranks}) < 2:
+        return job
+    seen: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
+    for facts in job.ranks:
+        for frame in _frames(facts):
+            seen[_tail(frame.file)][facts.host].add(frame.file)
+    common: dict[str, str] = {}
+    for by_host in seen.values():
+        paths = [path for on_host in by_host.values() for path in on_host]
+        if len({*paths}) > 1 and len(paths) == len(by_host):
+            common |= dict.fromkeys(paths, paths[0])
+    return _with_paths(job, common) if common else job
+
+
+def _frames(facts: RankFacts) -> Iterator[Frame]:
+    yield from facts.stack
+    yield from facts.thread_stack
+    yield from facts.exception.stack if facts.exception is not None else ()
+    calls = (call.stack for call in facts.collectives)
+    peers = (peer.stack for peer in facts.peers)
+    caught = (one.stack for one in facts.caught)
+    for stack in (*calls, *peers, *caught):
+        yield from stack
+
+
+def _tail(path: str) -> str:
+    return "/".join(path.replace("\\", "/").rsplit("/", 2)[-2:])
+
+
+def _with_paths(value: Any, common: dict[str, str]) -> Any:
+    """The same value with other paths, alone or in ``"file:line in function"``."""
+    if isinstance(value, str):
+        file, colon, rest = value.rpartition(":")
+        return f"{common[file]}:{rest}" if colon and file in common else common.get(value, value)
+    if isinstance(value, Group) or (isinstance(value, Collective) and not value.stack):
+        return value  # there are very many of these
+    if isinstance(value, tuple):
+        items = tuple(_with_paths(item, common) for item in value)
+        return value if all(map(_is_same, items, value)) else items
+    if isinstance(value, dict):
+        return {key: _with_paths(item, common) for key, item in value.items()}
+    if is_dataclass(value) and not isinstance(value, type):
+        new = {one.name: _with_paths(getattr(value, one.name), common) for one in fields(value)}
+        changed = {name: item for name, item in new.items() if item is not getattr(value, name)}
+        return replace(value, **changed) if changed else value
+    return value
+
+
+def _is_same(one: object, other: object) -> bool:
+    return one is other
