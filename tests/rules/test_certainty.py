@@ -28,11 +28,14 @@ from lightning_ncclsafe.facts import (
     CaughtException,
     Collective,
     Decides,
+    EndedProcess,
     Frame,
+    LoaderFacts,
     RankFacts,
     StepFacts,
 )
 from lightning_ncclsafe.facts.findings import Confidence
+from lightning_ncclsafe.rules.judging import judge
 
 CERTAIN, LIKELY = Confidence.CERTAIN, Confidence.LIKELY
 
@@ -165,3 +168,29 @@ def test_a_backward_pass_that_an_exception_has_ended_leaves_gradients_out_as_wel
     for errors, confidence in (((), CERTAIN), ((caught,), LIKELY)):
         found = first(job(GLOO.waiting(0, seq=61, world=2), replace(facts, caught=errors), world=2))
         assert (found.rule, found.confidence) == ("unused-parameters", confidence)
+
+
+@pytest.mark.parametrize(("ago_s", "confidence"), [(30.0, CERTAIN), (500.0, LIKELY)])
+def test_a_child_that_was_killed_long_before_the_last_batch_may_be_no_worker(
+    ago_s: float, confidence: Confidence
+) -> None:
+    """``subprocess.run(…, timeout=5)`` kills what it has started; of iterable data, workers end that are through."""
+    late = replace(GLOO.working(2, NEXT_DATA, seq=60, action=NEXT), loaders=(LoaderFacts(num_workers=2),))
+    killed = EndedProcess(pid=77, signal="SIGKILL", ago_s=ago_s, is_replaced=True)
+    late = replace(late, machine=replace(late.machine, ended=(killed,)))
+    found = first(job(late, *(GLOO.waiting(number, seq=61) for number in (0, 1, 3))))
+    assert (found.rule, found.confidence) == ("worker-died", confidence)
+
+
+def test_ranks_under_different_conditions_do_different_work() -> None:
+    """Rank 1 is not under the condition of rank 0, nor at its line."""
+    places = ((30, "if self.global_rank == 0:  (line 29)"), (70, "if self.global_rank == 1:  (line 69)"))
+    working = (
+        GLOO.working(number, user("step", line, condition=condition), seq=60)
+        for number, (line, condition) in enumerate(places)
+    )
+    found = judge(job(*working, *(GLOO.waiting(number, seq=61) for number in (2, 3)))).findings
+    assert [(one.rule, one.ranks, one.location) for one in found] == [
+        ("rank-zero-only-work", (0,), f"{USER_FILE}:30 in step"),
+        ("rank-zero-only-work", (1,), f"{USER_FILE}:70 in step"),
+    ]
