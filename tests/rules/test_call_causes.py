@@ -1043,7 +1043,7 @@ def test_another_size_of_unknown_purpose_is_only_possible() -> None:
         (
             "training_step",
             58,
-            {"diverged-collectives": Confidence.CERTAIN, "mismatched-collective": Confidence.POSSIBLE},
+            {"diverged-collectives": Confidence.LIKELY, "mismatched-collective": Confidence.POSSIBLE},
         ),
     ],
     ids=["another function", "one line", "one function"],

@@ -282,12 +282,12 @@ def test_why_ranks_gave_up_does_not_hide_for_whom_they_waited() -> None:
 
 
 def test_two_calls_in_one_function_may_be_one_that_was_skipped() -> None:
-    """Rank 2 has left out the first of two reductions: the sizes are right."""
+    """Rank 2 has left out the first of two reductions: the sizes are right, and the line is not that of its call."""
     lines = (user("training_step", 57), user("training_step", 58))
     ranks = [
         GLOO.rank(n, lines[n == 2], ALL_REDUCE, seq=61, outstanding=1, sizes=((900 + (n == 2),),)) for n in range(4)
     ]
-    assert found(job(*ranks)) == {"diverged-collectives": CERTAIN, "mismatched-collective": POSSIBLE}
+    assert found(job(*ranks)) == {"diverged-collectives": LIKELY, "mismatched-collective": POSSIBLE}
 
 
 def test_stacks_of_the_trainer_alone_show_no_purpose() -> None:

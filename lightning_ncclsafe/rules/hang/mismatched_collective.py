@@ -1,8 +1,10 @@
 """The cause mismatched-collective: ranks called the same collective with different sizes, types or roots."""
 
+import re
 from collections.abc import Iterator
 
 from lightning_ncclsafe.code.libraries import UNEVEN
+from lightning_ncclsafe.facts import Frame
 from lightning_ncclsafe.rules.kit import (
     Confidence,
     DifferentRoots,
@@ -54,6 +56,7 @@ from lightning_ncclsafe.rules.kit import (
     same_purpose,
     send_different_units,
     signal_of,
+    signature,
     skipped_words,
     under_rank_condition,
     unusual_calls,
@@ -61,6 +64,7 @@ from lightning_ncclsafe.rules.kit import (
     where_evidence,
 )
 
+_LOOP = re.compile(r"(?:async )?for (.+?) in ")
 _REMEDY = (
     "Give this collective tensors of one shape and dtype on all ranks: pad them or exchange their sizes first, as "
     "torchmetrics' gather_all_tensors does; look for a last batch that is shorter on one rank, for a dtype that "
@@ -78,6 +82,8 @@ _DECIDES = (
     " If the stacks show different functions on the ranks, the size is not the problem: one rank skipped "
     "a collective or called an extra one."
 )
+
+_SKIPPED = "Other calls of this line have other sizes, so ranks may also have made different numbers of them."
 
 
 @hang_rule(
@@ -138,11 +144,24 @@ def _roots_finding(view: Timeline, different: DifferentRoots) -> Finding:
         view,
         ranks,
         text,
-        confidence=Confidence.CERTAIN,
+        confidence=Confidence.LIKELY if _may_be_different_calls(view, different) else Confidence.CERTAIN,
         location=call_location(view, ranks),
         evidence=(*condition_evidence(view, ranks), *where_evidence(view, different.calls)),
         remedy=_REMEDY_ROOTS,
     )
+
+
+def _may_be_different_calls(view: Timeline, different: DifferentRoots) -> bool:
+    """Whether ranks may be in different calls, each with the right root: at two lines, or in two passes of a loop."""
+    frames = [frame for rank in different.roots if (frame := called_at(view, rank)) is not None]
+    return len({(frame.file, frame.line) for frame in frames}) > 1 or any(map(_is_of_loop, frames))
+
+
+def _is_of_loop(frame: Frame) -> bool:
+    """Whether a loop's variable is in a line: ``for src in range(size): broadcast(x, src=src)``."""
+    loops = (_LOOP.match(branch.test) for branch in frame.branches if not branch.jump)
+    names = (name for loop in loops if loop for name in re.findall(r"\w+", loop[1]))
+    return any(re.search(rf"\b{name}\b", frame.code) for name in names)
 
 
 def _abort(view: Timeline, ended: tuple[int, ...]) -> Finding:
@@ -199,9 +218,10 @@ def _is_gloo_abort(view: Timeline, ended: tuple[int, ...]) -> bool:
 def _finding(view: Timeline, split: Divergence, *, is_alike: bool) -> Finding:
     overrun = overrun_ranks(view, split)
     ranks = odd_sizes(view, split)
-    confidence = (
-        Confidence.CERTAIN if is_alike else Confidence.LIKELY if _is_gloo_abort(view, overrun) else Confidence.POSSIBLE
-    )
+    confidence = Confidence.LIKELY if is_alike or _is_gloo_abort(view, overrun) else Confidence.POSSIBLE
+    may_have_skipped = _has_many_sizes(view, split)
+    if is_alike and not may_have_skipped:
+        confidence = Confidence.CERTAIN
     gone = (
         f"Gloo ended the process of {ranks_words(overrun)}, which {verb(overrun, 'was', 'were')} sent more than "
         f"{verb(overrun, 'it', 'they')} had room for."
@@ -212,14 +232,28 @@ def _finding(view: Timeline, split: Divergence, *, is_alike: bool) -> Finding:
     return finding(
         view,
         ranks,
-        joined((f"{text}: {_difference(split)}.", gone)),
+        joined((f"{text}: {_difference(split)}.", gone, _SKIPPED if is_alike and may_have_skipped else "")),
         severity=Severity.ERROR if overrun else None,
         confidence=confidence,
         # The deviating rank may have moved on; the others have not.
         location=_recorded_at(view, split, ranks) or call_location(view, [*ranks, *overrun, *split.calls]),
         evidence=(*call_evidence(split), *ended_process_evidence(view, overrun), *where_evidence(view, split.calls)),
-        remedy=_REMEDY if confidence is Confidence.CERTAIN else _REMEDY + _DECIDES,
+        remedy=_REMEDY if is_alike else _REMEDY + _DECIDES,
     )
+
+
+def _has_many_sizes(view: Timeline, split: Divergence) -> bool:
+    """Whether a line calls it with several sizes by design: in a loop over tensors, or as it has called each before.
+
+    Then a rank may be in another pass of that loop than the others, each with the right size.
+    """
+    here = {(call.site, signature(call)) for call in split.calls.values()}
+    frames = [deepest_user_frame(call.stack) for call in split.calls.values()]
+    if any(frame is not None and _is_of_loop(frame) for frame in frames):
+        return True
+    calls = (call for made in view.sequences(split.group).values() for call in made)
+    before = {(call.site, signature(call)) for call in calls if call.seq < split.seq}
+    return all(site for site, _ in here) and here <= before
 
 
 def _recorded_at(view: Timeline, split: Divergence, ranks: tuple[int, ...]) -> str:

@@ -1,5 +1,6 @@
 """The cause rank-zero-only-work: one rank works alone while the others have moved on."""
 
+from collections import defaultdict
 from collections.abc import Iterator
 
 from lightning_ncclsafe.facts import ELSE
@@ -116,7 +117,12 @@ def rank_zero_only_work(view: Timeline) -> Iterator[Finding]:
     # Work that most ranks do is not the work of a few: the waiting ranks are merely faster.
     if alone and 2 * len(alone) <= len(view.facts):
         is_certain = conditioned and view.waiting
-        yield _finding(view, alone, Confidence.CERTAIN if is_certain else _confidence_without(view, alone))
+        # Each condition has led its ranks to other work.
+        by_condition: dict[str, list[int]] = defaultdict(list)
+        for rank in alone:
+            by_condition[view.activities[rank].rank_condition].append(rank)
+        for ranks in map(tuple, by_condition.values()):
+            yield _finding(view, ranks, Confidence.CERTAIN if is_certain else _confidence_without(view, ranks))
 
 
 def _copying_alone(view: Timeline) -> Iterator[Finding]:

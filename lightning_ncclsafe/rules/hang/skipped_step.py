@@ -88,7 +88,10 @@ def skipped_step(view: Timeline) -> Iterator[Finding]:
     """
     refused = tuple(rank for rank in view.raised if _is_refused(view.facts[rank]))
     if refused:
-        yield _finding(view, refused, Confidence.CERTAIN)
+        # Which of several lines returned nothing is not recorded.
+        steps = view.facts[refused[0]].steps
+        is_guess = len(steps.returns_nothing) > 1 and len(_leading(view, steps)) != 1
+        yield _finding(view, refused, Confidence.LIKELY if is_guess else Confidence.CERTAIN)
     elif view.waiting and not view.raised and not alone_in_trainer(view):
         skipped = _skipped_more(view)
         other = different_counts(view)
@@ -302,13 +305,18 @@ def _finding(view: Timeline, ranks: tuple[int, ...], confidence: Confidence) -> 
     )
 
 
+def _leading(view: Timeline, steps: StepFacts) -> list[str]:
+    """The lines that may have led around the others' call: those that return nothing, if some of these do."""
+    ways = {way for facts in view.facts.values() for known in facts.steps.led_around.values() for way in known}
+    return [place for place in steps.returns_nothing if place in ways] or [*ways]
+
+
 def _skipped_at(view: Timeline, steps: StepFacts) -> str:
     """The line that returns nothing: of several, the only one that leads around the others' call.
 
     If none does, it is the only line that handles what is raised on the way to that call; else the call.
     """
-    ways = {way for facts in view.facts.values() for known in facts.steps.led_around.values() for way in known}
-    leading = [place for place in steps.returns_nothing if place in ways] or [*ways]
+    leading = _leading(view, steps)
     if len(leading) == 1:
         return leading[0]
     if steps.returns_nothing:
@@ -316,7 +324,7 @@ def _skipped_at(view: Timeline, steps: StepFacts) -> str:
     every = [facts.steps for facts in view.facts.values()]
     handlers = {place for known in every for place in known.handlers_around}
     called = {place for known in every for made in known.passes_from for place in made if place}
-    places = handlers if len(handlers) == 1 and not ways else called
+    places = handlers if len(handlers) == 1 and not leading else called
     return places.pop() if len(places) == 1 else ""
 
 

@@ -99,6 +99,8 @@ def _alone(view: Timeline, presenting: dict[int, str], elsewhere: tuple[int, ...
 
 def _finding(view: Timeline, presenting: dict[int, str], elsewhere: tuple[int, ...]) -> Finding:
     stuck = all(view.waits(rank) for rank in elsewhere)
+    # If most ranks are elsewhere, those that present may have come here alone, under a condition on their data.
+    are_few = 2 * len(elsewhere) < len(view.facts)
     rank = elsewhere[0]
     asked = _asked_at(view, presenting)
     waits = f", and {verb(elsewhere, 'waits', 'wait')} in {wait_words(view, rank)}" if view.waits(rank) else ""
@@ -113,7 +115,7 @@ def _finding(view: Timeline, presenting: dict[int, str], elsewhere: tuple[int, .
         elsewhere,
         text,
         severity=Severity.ERROR if stuck else None,
-        confidence=Confidence.CERTAIN if stuck else Confidence.LIKELY,
+        confidence=Confidence.CERTAIN if stuck and are_few else Confidence.LIKELY,
         location=location_of(asked) or user_location(view, elsewhere),
         evidence=(*how_we_know(view, elsewhere), *stack_evidence(view, sorted(presenting)[:1])),
     )

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from lightning_ncclsafe.code.libraries import BACKWARD
 from lightning_ncclsafe.facts import Collective, RankFacts, UnitKind
 from lightning_ncclsafe.rules.kit import (
     Confidence,
@@ -25,6 +26,7 @@ from lightning_ncclsafe.rules.kit import (
     gathering_alone,
     hang_rule,
     how_we_know,
+    is_in,
     once,
     out_of_data_first,
     ranks_words,
@@ -183,7 +185,10 @@ def _refusal(view: Timeline, ranks: tuple[int, ...]) -> Finding:
         f"{ranks_words(ranks)} had no gradient for {which} in the step before {batch_words(facts.progress)}, so "
         f"DDP could not reduce them and raised{since}{while_others_wait(view, ranks)}."
     )
-    return _finding(view, ranks, text, Confidence.CERTAIN, _REMEDY_DDP, Severity.ERROR)
+    # DDP raises the same in the forward pass after a backward pass that an exception has ended, if that was caught.
+    was_ended = any(error.passed.endswith("backward") or is_in(BACKWARD, error.stack) for error in facts.caught)
+    confidence = Confidence.LIKELY if was_ended else Confidence.CERTAIN
+    return _finding(view, ranks, text, confidence, _REMEDY_DDP, Severity.ERROR)
 
 
 def _which(names: tuple[str, ...], facts: RankFacts) -> str:

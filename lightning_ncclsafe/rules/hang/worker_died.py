@@ -69,6 +69,9 @@ _REMEDY_ENDED = (
     "Find out what ended the job, rather than looking at its workers."
 )
 
+# For about this long, batches come that were made before a worker ended.
+_PREFETCHED_S = 60.0
+
 
 def _plan(view: Timeline, finding: Finding) -> Plan:
     """``restart`` if something else killed or ended it; ``unknown`` for lack of memory, a crash or an exit."""
@@ -240,7 +243,11 @@ def _confidence(facts: RankFacts, *, is_own: bool) -> Confidence:
         return Confidence.POSSIBLE
     # A loader of iterable data lets workers go that have come to their end, and other children fail, too.
     workers = {worker.pid for worker in facts.workers}
-    is_sure = any(child.signal or child.pid in workers for child in facts.machine.ended)
+    # A program that the user's code has started and killed is a child, too, but the loader goes on after that.
+    gone_on_s = facts.progress.idle_s + _PREFETCHED_S
+    is_sure = any(
+        child.pid in workers or (child.signal and (child.ago_s or 0.0) <= gone_on_s) for child in facts.machine.ended
+    )
     return Confidence.CERTAIN if is_sure else Confidence.LIKELY
 
 

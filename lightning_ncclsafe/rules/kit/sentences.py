@@ -18,7 +18,7 @@ from lightning_ncclsafe.facts import (
 from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding, Severity
 from lightning_ncclsafe.rules.kit.activity import has_no_trainer
 from lightning_ncclsafe.rules.kit.exception_messages import has_given_up
-from lightning_ncclsafe.rules.kit.frames import deepest_user_frame
+from lightning_ncclsafe.rules.kit.frames import deepest_user_frame, first_user_frame, inside_trainer
 from lightning_ncclsafe.rules.kit.landmarks import Kind
 from lightning_ncclsafe.rules.kit.machine import Wait, wait_of
 from lightning_ncclsafe.rules.kit.purpose import begins_another_forward, purpose_words
@@ -226,9 +226,12 @@ def waiting_sentence(view: Timeline) -> str:
 
 
 def user_location(view: Timeline, ranks: Iterable[int]) -> str:
-    """The location of the deepest user line of the first of these ranks that has one."""
-    frames = (view.activities[rank].frame for rank in ranks if rank in view.activities)
-    return next((location_of(frame) for frame in frames if frame is not None), "")
+    """The location of the deepest user line, below the Trainer, of the first of these ranks that has one.
+
+    All ranks have made the call of the Trainer.
+    """
+    stacks = (inside_trainer(view.facts[rank].stack) for rank in ranks if rank in view.facts)
+    return location_of(first_user_frame(stacks))
 
 
 def stack_evidence(view: Timeline, ranks: Iterable[int]) -> list[Evidence]:

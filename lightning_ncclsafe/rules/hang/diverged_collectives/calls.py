@@ -22,7 +22,9 @@ from lightning_ncclsafe.rules.kit import (
     finding,
     gloo_abort_words,
     group_words,
+    inside_trainer,
     is_at_words,
+    is_before,
     is_gone,
     joined,
     location_of,
@@ -30,6 +32,7 @@ from lightning_ncclsafe.rules.kit import (
     out_of_step,
     ranks_words,
     shift,
+    stack_of,
     under_rank_condition,
     where_evidence,
 )
@@ -60,12 +63,13 @@ def mismatch(view: Timeline, split: Divergence) -> Finding:
     called = [call for rank, call in split.calls.items() if rank in ranks]
     is_line_concluded = any(call.site and deepest_user_frame(call.stack) is None for call in called)
     is_concluded = bool(ended) or (bool(why or is_line_concluded) and not conditions)
-    is_guess = went_on is not None and 2 * len(ranks) >= len(split.calls)
+    is_guess = (went_on is not None and 2 * len(ranks) >= len(split.calls)) or _is_any_line(view, split, ranks)
+    is_guess = is_guess or _may_have_left_out(view, split, ranks)
     lines = [location_of(went_on)]
     if not is_alone:
         shifted_at = first.frame if first is not None and not {*first.ranks}.isdisjoint(ranks) else None
         lines += [location_of(shifted_at), divergence_location(view, split, ranks)]
-    lines.append(call_location(view, ranks))
+    lines.append(call_location(view, (*ranks, *split.calls)))
     return finding(
         view,
         ranks,
@@ -88,6 +92,31 @@ def mismatch(view: Timeline, split: Divergence) -> Finding:
         ),
         remedy=remedies.same_calls(view),
     )
+
+
+def _is_any_line(view: Timeline, split: Divergence, ranks: tuple[int, ...]) -> bool:
+    """Whether nothing decides between the ranks, nor between the lines of the user's at which they made their calls.
+
+    A line that is new to all ranks decides if the others' is not: there they took different paths, whoever is right.
+    """
+    if len(ranks) < len(split.calls) or under_rank_condition(view, split.calls):
+        return False
+    lines = {call.site: deepest_user_frame(call.stack) for call in split.calls.values() if call.site}
+    known = {one.site for made in view.sequences(split.group).values() for one in made if one.seq < split.seq}
+    new = [site for site in lines if site not in known]
+    return len({frame for frame in lines.values() if frame is not None}) > 1 and len(new) != 1
+
+
+def _may_have_left_out(view: Timeline, split: Divergence, ranks: tuple[int, ...]) -> bool:
+    """Whether these ranks are further down a function than the others, whose call they may have left out.
+
+    The recorder's call sites show whether they have; without them, they may also have made a call more.
+    """
+    if any(call.site for call in split.calls.values()) or under_rank_condition(view, split.calls):
+        return False
+    stacks = {rank: inside_trainer(call.stack or stack_of(view, rank)) for rank, call in split.calls.items()}
+    others = [stack for rank, stack in stacks.items() if rank not in ranks]
+    return any(is_before(other, stacks[rank]) for rank in ranks if rank in stacks for other in others)
 
 
 def _is_new(view: Timeline, split: Divergence, rank: int) -> bool:
