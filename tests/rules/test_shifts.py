@@ -124,6 +124,11 @@ def test_of_two_ranks_a_condition_or_what_all_have_called_before_decides() -> No
     assert first(of("rrzb", "rrbr", condition=ZERO)).ranks == (0,)
     assert first(of("rgrgrb", "rgrrb")).ranks == (1,)
     assert first(of("rgrgrg", "rgrgrr")).ranks == (1,)
+    # Three values are reduced in each step, all at one line; rank 1 has two in the last step.
+    fewer = first(of("gggrgggrgggrggg", "gggrgggrgggrggr"))
+    assert (fewer.ranks, fewer.location) == ((1,), f"{USER_FILE}:40 in step")
+    # The others have come to another number of them before.
+    assert first(of("gggrggrgggrggg", "gggrggrgggrggr")).ranks == (0, 1)
 
 
 def test_a_broadcast_of_a_library_is_not_taken_for_that_of_its_root() -> None:

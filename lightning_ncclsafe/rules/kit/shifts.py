@@ -23,6 +23,8 @@ from lightning_ncclsafe.rules.kit.wording import at_words, call_words, ranks_wor
 _MAX_SHIFT = 8
 # After this many equal calls, the next one is expected to be equal, too.
 _CONTEXT = 2
+# If several have followed these, this many are compared.
+_MOST_CONTEXT = 32
 # This many equal calls after the shift show its size.
 _ENOUGH = 8
 # With this many different pasts of ranks on the usual side, those of the others are compared.
@@ -297,13 +299,18 @@ def _against_habit(
 
 
 def usual_sites(before: _Calls, index: int) -> set[str]:
-    """The only call site that has followed the last calls so far; empty if there are several or none."""
-    sites = {before[at].site for at in range(_CONTEXT, index) if _same_context(before, at, index)}
-    return sites if len(sites) == 1 and sites != {""} else set()
+    """The only call site that has followed the last calls so far; empty if there are several or none.
 
-
-def _same_context(before: _Calls, at: int, index: int) -> bool:
-    return all(before[at - back].site == before[index - back].site for back in range(1, _CONTEXT + 1))
+    As many calls back as are needed: a line that logs several values makes the same calls again and again.
+    """
+    alike, sites, back = range(1, index), set[str](), 0
+    while (back < _CONTEXT or len(sites) > 1) and back < min(index, _MOST_CONTEXT):
+        back += 1
+        alike = [at for at in alike if at >= back and before[at - back].site == before[index - back].site]
+        sites = {before[at].site for at in alike}
+    # What has followed longer sequences once may have been chance.
+    is_usual = back == _CONTEXT or (back > _CONTEXT and len(alike) > 1)
+    return sites if len(sites) == 1 and sites != {""} and is_usual else set()
 
 
 def _is_branch(own: _Calls, theirs: _Calls) -> bool:
