@@ -10,7 +10,7 @@ from lightning_ncclsafe.guard.local_ranks import LocalRanks
 from lightning_ncclsafe.guard.shared import GuardedRank, IncidentEntry
 from lightning_ncclsafe.guard.thresholds import Thresholds
 from lightning_ncclsafe.rules.kit.activity import Activity, activity
-from lightning_ncclsafe.rules.kit.expected_waits import is_compiling
+from lightning_ncclsafe.rules.kit.frames import is_compiling
 
 # A run whose ranks often wait this long for each other is slow, not stuck; more reports would only repeat these.
 MAX_SUSPICIONS = 20

@@ -589,6 +589,15 @@ def test_a_variable_that_nothing_reads_is_named() -> None:
     assert "Nothing reads NCCL_TIMEOUT" in finding["timeout-misuse"].remedy
 
 
+def test_what_a_compiler_calls_is_not_the_line_that_compiles() -> None:
+    """A back end of the user's, or a function that is traced."""
+    scene = scenes.one_rank_compiles(GLOO)
+    ranks = [replace(one, stack=(*one.stack, user("__call__", 12))) if one.rank == 1 else one for one in scene.ranks]
+    finding = found(replace(scene, ranks=tuple(ranks)))["compile-skew"]
+    assert finding.location == f"{USER_FILE}:82 in training_step"
+    assert finding.summary.startswith("Rank 1 compiles, in training_step at train.py:82 in training_step")
+
+
 def test_a_cold_cache_is_that_of_a_host() -> None:
     scene = scenes.one_rank_compiles(GLOO)
     apart = tuple(replace(facts, host="node-2") if facts.rank == 1 else facts for facts in scene.ranks)

@@ -21,7 +21,8 @@ from builders import (
 )
 
 from lightning_ncclsafe.facts import Action, Frame, IncidentKind, JobFacts, Phase, ProcessFacts, RankFacts
-from lightning_ncclsafe.rules.kit.expected_waits import announced_for_s, busy_for_s, expected_for_s, is_compiling
+from lightning_ncclsafe.rules.kit.expected_waits import announced_for_s, busy_for_s, expected_for_s
+from lightning_ncclsafe.rules.kit.frames import is_compiling
 
 STEP = user("training_step", 12)
 CONVERT = Frame(file=f"{SITE}/torch/_dynamo/convert_frame.py", line=1300, function="compile_inner")

@@ -22,6 +22,7 @@ from lightning_ncclsafe.rules.kit.frames import (
     inside_trainer,
     is_in,
     looks_like_device_sync,
+    outside_compiler,
 )
 from lightning_ncclsafe.rules.kit.landmarks import Kind, Landmark, condition_in, innermost_landmark
 
@@ -95,8 +96,8 @@ def activity(facts: RankFacts) -> Activity:
     condition, frame = condition_in(outer)
     return Activity(
         kind=kind,
-        frame=deepest_user_frame(facts.stack),
-        place=deepest_user_frame(inside) or (inside[len(outer)] if landmark else None),
+        frame=deepest_user_frame(outside_compiler(facts.stack)),
+        place=deepest_user_frame(outside_compiler(inside)) or (inside[len(outer)] if landmark else None),
         hook=hook_words(action.name) if action else "",
         hook_for_s=action.for_s if action else facts.progress.idle_s,
         collective=collective,

@@ -2,17 +2,15 @@
 
 from collections.abc import Callable, Iterable
 
-from lightning_ncclsafe.code.libraries import COMPILATION, TUNING
-from lightning_ncclsafe.facts import Frame, IncidentKind, JobFacts, RankFacts
+from lightning_ncclsafe.facts import IncidentKind, JobFacts, RankFacts
 from lightning_ncclsafe.facts.phase_kinds import LONG_S, phase_kind_of
 from lightning_ncclsafe.rules.kit.activity import PAUSE
-from lightning_ncclsafe.rules.kit.frames import is_in
+from lightning_ncclsafe.rules.kit.frames import is_compiling
 from lightning_ncclsafe.rules.kit.landmarks import Kind
 from lightning_ncclsafe.rules.kit.rule import forget
 from lightning_ncclsafe.rules.kit.timeline import Timeline, timeline
 
 _ASKED_AGAIN_S = 60.0
-_COMPILES = COMPILATION | TUNING
 
 
 def expected_for_s(job: JobFacts, limit_s: Callable[[str], float]) -> float:
@@ -88,11 +86,6 @@ def busy_for_s(job: JobFacts) -> float:
 def _is_alarming(job: JobFacts) -> bool:
     is_asked = job.incident.kind is IncidentKind.SUSPECT
     return not is_asked or bool(job.silent) or any(facts.exception for facts in job.ranks)
-
-
-def is_compiling(stack: Iterable[Frame]) -> bool:
-    """Whether ``torch.compile`` or Triton compiles, or tunes what it has compiled."""
-    return is_in(_COMPILES, stack)
 
 
 def _awaited(view: Timeline) -> Iterable[int]:

@@ -3,11 +3,13 @@
 import re
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import takewhile
 
 from lightning_ncclsafe.code import libraries
 from lightning_ncclsafe.code.libraries import Code
 from lightning_ncclsafe.facts import Branch, Decides, Frame
 
+_COMPILES = libraries.COMPILATION | libraries.TUNING
 # Reading a device's result in Python waits for everything queued on the device, including collectives.
 _SYNC = re.compile(r"\.(?:item|cpu|tolist|numpy)\(|synchronize\(|\.to\(|\bfloat\(|\bint\(|\bbool\(")
 
@@ -53,6 +55,16 @@ def trainer_start(stack: tuple[Frame, ...]) -> int:
 def inside_trainer(stack: tuple[Frame, ...]) -> tuple[Frame, ...]:
     """The frames from the one in which the Trainer starts to run; all of them if there is none."""
     return stack[trainer_start(stack) :]
+
+
+def is_compiling(stack: Iterable[Frame]) -> bool:
+    """Whether ``torch.compile`` or Triton compiles, or tunes what it has compiled."""
+    return is_in(_COMPILES, stack)
+
+
+def outside_compiler(stack: tuple[Frame, ...]) -> tuple[Frame, ...]:
+    """The frames down to a compiler's: what it calls, such as a back end of the user's, is not why it compiles."""
+    return tuple(takewhile(lambda frame: not is_compiling((frame,)), stack))
 
 
 def looks_like_device_sync(frame: Frame) -> bool:

@@ -18,7 +18,7 @@ from lightning_ncclsafe.facts import (
 from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding, Severity
 from lightning_ncclsafe.rules.kit.activity import has_no_trainer
 from lightning_ncclsafe.rules.kit.exception_messages import has_given_up
-from lightning_ncclsafe.rules.kit.frames import deepest_user_frame, first_user_frame, inside_trainer
+from lightning_ncclsafe.rules.kit.frames import deepest_user_frame, first_user_frame, inside_trainer, outside_compiler
 from lightning_ncclsafe.rules.kit.landmarks import Kind
 from lightning_ncclsafe.rules.kit.machine import Wait, wait_of
 from lightning_ncclsafe.rules.kit.purpose import begins_another_forward, purpose_words
@@ -230,7 +230,7 @@ def user_location(view: Timeline, ranks: Iterable[int]) -> str:
 
     All ranks have made the call of the Trainer.
     """
-    stacks = (inside_trainer(view.facts[rank].stack) for rank in ranks if rank in view.facts)
+    stacks = (outside_compiler(inside_trainer(view.facts[rank].stack)) for rank in ranks if rank in view.facts)
     return location_of(first_user_frame(stacks))
 
 
