@@ -1,6 +1,7 @@
 """How a rank leaves its call of the Trainer: with an exception, at the end, or because the run is ended."""
 
 import math
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -61,7 +62,7 @@ class Leaving:
             self._own.probe.exception = stacks.exception_facts(error, is_consequence=is_consequence)
             state.main_thread_left.set()
             self._wake_watchdog()
-            state.exception_is_reported.wait(2 * report_deadline_s(self._own.place.world_size))
+            _wait_undisturbed(state.exception_is_reported, 2 * report_deadline_s(self._own.place.world_size))
         state.main_thread_left.set()
         if not _is_success(error) and not isinstance(error, KeyboardInterrupt):
             self._ended_run.save(raised=not is_consequence and not is_orderly(error))
@@ -181,6 +182,17 @@ def stay_until_all_finished(
         leave_behind()
     if rank == 0:
         exchange.set("finished/all", b"")
+
+
+def _wait_undisturbed(event: threading.Event, timeout_s: float) -> None:
+    """Waits for an event. What the handler of a signal raises meanwhile is dropped: this rank leaves with an exception.
+
+    torch's handler raises once a worker has been killed, often just after the exception that this has caused.
+    """
+    ends_s = time.monotonic() + timeout_s
+    while not event.is_set() and (left_s := ends_s - time.monotonic()) > 0:
+        with suppress(Exception):
+            event.wait(left_s)
 
 
 def _is_success(error: BaseException) -> TypeGuard[SystemExit]:

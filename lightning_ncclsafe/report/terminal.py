@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, TextIO
 
+from lightning_ncclsafe.code.raised import is_of_signal_handler
 from lightning_ncclsafe.facts.findings import Diagnosis
 from lightning_ncclsafe.report.lines import WIDTH
 from lightning_ncclsafe.report.text import render_text
@@ -114,7 +115,13 @@ def console_for(stream: TextIO, made: io.StringIO) -> "Console":
 
 
 def say_own_failure(error: Exception, say: Callable[[str], None] = say_on_stderr, *, what: str = "the guard") -> None:
-    """Prints that the guard itself, or the part of it that ``what`` names, has failed, and where."""
+    """Prints that the guard itself, or the part of it that ``what`` names, has failed, and where.
+
+    Raises:
+        Exception: The same error, if it is not ours: the handler of a signal has raised it while ours ran.
+    """
+    if is_of_signal_handler(error):
+        raise error
     frames = traceback.extract_tb(error.__traceback__)
     where = f" at {frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""
     say(f"{what} failed and is off; training continues: {error!r}{where}")

@@ -1,5 +1,6 @@
 """What the guards of several ranks do together."""
 
+import signal
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -429,6 +430,38 @@ def test_a_main_thread_that_its_guard_keeps_waits_for_the_others(name: str, make
     stack = seen(calls[name], getattr(Leaving, name), release)
     facts = RankFacts(rank=0, progress=Progress(phase=Phase.TRAIN), stack=stack)
     assert activity(facts).waits_for_peers
+
+
+def test_a_signal_whose_handler_raises_does_not_cut_the_report_of_an_exception_short(
+    make_job: Callable[..., Job],
+) -> None:
+    """As torch's for a worker that was killed, just after the exception that this has caused."""
+    job = make_job()
+    job.limits = replace(job.limits, suspect_after_s=900.0)
+    job.start(without=0)
+    guard = job.guards[0]
+    raised: list[int] = []
+
+    def handler(signum: int, frame: object) -> None:
+        raised.append(signum)
+        raise RuntimeError("DataLoader worker (pid 4711) is killed by signal: Killed.")
+
+    def disturb() -> None:
+        assert wait_for(lambda: guard._own.probe.exception is not None, deadline_s=10.0)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
+        assert wait_for(lambda: bool(raised), deadline_s=10.0)
+        guard._own.state.exception_is_reported.set()
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    thread = threading.Thread(target=disturb)
+    try:
+        thread.start()
+        error = ConnectionResetError("peer")
+        assert leave(guard, error) is error
+    finally:
+        thread.join()
+        signal.signal(signal.SIGUSR1, before)
+    assert raised and guard._own.state.main_thread_left.is_set()
 
 
 def leave(guard: Guard, error: BaseException) -> BaseException:

@@ -1,6 +1,7 @@
 """What is said to the user, and what happens where it cannot be."""
 
 import io
+import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -52,6 +53,45 @@ def test_our_own_failure_says_where(capsys: pytest.CaptureFixture[str]) -> None:
     said = capsys.readouterr().err
     assert "training continues: KeyError('ours')" in said
     assert "test_reporter.py" in said
+
+
+class Alarm(Exception):
+    """What a handler raises."""
+
+
+def goes_off(signum: int, frame: object) -> None:
+    raise Alarm
+
+
+class Composed:
+    """A handler as Lightning's for SIGTERM."""
+
+    def __call__(self, signum: int, frame: object) -> None:
+        raise Alarm
+
+
+class Method:
+    def handle(self, signum: int, frame: object) -> None:
+        raise Alarm
+
+
+@pytest.mark.parametrize("handler", [goes_off, Composed(), Method().handle], ids=["function", "object", "method"])
+def test_what_the_handler_of_a_signal_raises_is_not_our_failure(
+    handler: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """torch's raises wherever the main thread is when a worker is killed."""
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        with pytest.raises(Alarm):
+            try:
+                signal.raise_signal(signal.SIGUSR1)
+            except Exception as error:
+                say_own_failure(error)
+        # The same exception, from elsewhere.
+        say_own_failure(Alarm())
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert capsys.readouterr().err.count("Alarm()") == 1
 
 
 def test_an_error_that_was_told_has_no_traceback_and_others_have(monkeypatch: pytest.MonkeyPatch) -> None:
