@@ -24,7 +24,8 @@ class DataLoader:
 
 
 class Subset(DataLoader):
-    pass
+    def __init__(self, dataset: Any, indices: Any = ()) -> None:
+        super().__init__(dataset)
 
 
 FILES: Any = ["a", "b"]
@@ -93,11 +94,38 @@ def test_a_hook_with_several_returns_is_unknown() -> None:
     assert data_made_at(Split(), "test_dataloader") == ""
 
 
+class Drawn:
+    """Takes some of what it has: by their numbers, or as a part of an expression."""
+
+    def train_dataloader(self) -> Any:
+        numbers = [number for number in range(9) if number % 2]  # <- numbers
+        return DataLoader(Subset(load("all"), numbers))
+
+    def val_dataloader(self) -> Any:
+        own = [number for number in range(9) if number % 2]  # <- divided
+        scaled = Read(own) / 100
+        return DataLoader(scaled)
+
+    def test_dataloader(self) -> Any:
+        every = range(9)
+        return DataLoader(Subset(load("all"), every))  # <- every
+
+
+@pytest.mark.parametrize(
+    ("hook", "mark"), [("train_dataloader", "numbers"), ("val_dataloader", "divided"), ("test_dataloader", "every")]
+)
+def test_what_takes_some_of_the_data_is_found_behind_indices_and_in_expressions(hook: str, mark: str) -> None:
+    assert data_made_at(Drawn(), hook) == place(mark, hook)
+
+
 class Read:
     """Reads what it is given."""
 
     def __init__(self, *what: Any, **more: Any) -> None:
         self.what = what
+
+    def __truediv__(self, by: int) -> "Read":
+        return self
 
 
 class Common:

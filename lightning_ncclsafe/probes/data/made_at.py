@@ -136,13 +136,24 @@ def _deciding(made: Given | None, owner: type | None, calls: int) -> Given | Non
 
 
 def _chosen_within(made: Given, owner: type | None, calls: int) -> Given | None:
-    """The value in a function of the same file that chooses among the data which this expression gets from it."""
+    """The value that chooses among the data of this expression: in a function of the same file, or as its indices."""
     for call in _making(made.value) if calls else ():
         scope = function_called(call, made.scope, owner)
         inside = _deciding(returned(scope), owner, calls - 1) if scope is not None else None
         if inside is not None and inside.value is not None and chooses(inside.value):
             return inside
+        indices = _assigned(index, made, owner) if (index := _indices(call)) is not None else None
+        if indices is not None and indices.value is not None and chooses(indices.value):
+            return indices
     return None
+
+
+def _indices(call: ast.Call) -> ast.expr | None:
+    """Which samples a ``Subset`` takes; None for any other call."""
+    if name_of(call.func) != "Subset":
+        return None
+    named = next((one.value for one in call.keywords if one.arg == "indices"), None)
+    return named or (call.args[1] if len(call.args) > 1 else None)
 
 
 def function_called(call: ast.Call, scope: Scope, owner: type | None) -> Scope | None:
@@ -223,6 +234,8 @@ def _origins(value: ast.expr) -> Iterator[ast.expr]:
         yield value
     elif isinstance(value, ast.Subscript):
         yield from _origins(value.value)
+    elif isinstance(value, ast.BinOp):
+        yield from _origins(value.left)
     elif isinstance(value, _GENERATED):
         yield from _origins(value.generators[0].iter)
     elif isinstance(value, ast.Call):
