@@ -554,6 +554,12 @@ def test_invalid_source_has_no_branches() -> None:
         ("self.main = not rank and on\nif x or self.main:\n    save()  # <-", "if x or self.main:  (line 2)"),
         ("me = int(os.environ['RANK'])\nif me == 0:\n    save()  # <-", "if me == 0:  (line 2)"),
         ("me = os.environ.get('RANK', '0')\nif x and '0' == me:\n    save()  # <-", "if x and '0' == me:  (line 2)"),
+        (
+            "if mesh.get_local_rank('tensor') == 0:\n    save()  # <-",
+            "if mesh.get_local_rank('tensor') == 0:  (line 1)",
+        ),
+        ("me = mesh.get_coordinate()\nif me == [0, 0]:\n    save()  # <-", "if me == [0, 0]:  (line 2)"),
+        ("me = dist.get_global_rank(group, 0)\nif me == 0:\n    save()  # <-", ""),
         ("self.me = dist.get_rank()\nif self.me > 0:\n    save()  # <-", "if self.me > 0:  (line 2)"),
         ("me = trainer.global_rank\nif me in (0, 1):\n    save()  # <-", "if me in (0, 1):  (line 2)"),
         ("main = trainer.is_global_zero\nif main and x:\n    save()  # <-", "if main and x:  (line 2)"),

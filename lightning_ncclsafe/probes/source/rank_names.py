@@ -10,7 +10,9 @@ from lightning_ncclsafe.probes.source.syntax import FUNCTIONS, is_constant, is_o
 
 # Names in conditions that hold on some ranks only, as Lightning, torch and common training scripts use them.
 _TESTS = "is_global_zero|is_master|is_main_process|is_local_main_process|is_rank_zero|is_rank_0|is_first_rank"
-_RANKS = "global_rank|local_rank|node_rank|get_rank|rank|LOCAL_RANK|RANK"
+# Those of torch.distributed, and of a DeviceMesh.
+_GETTERS = ("get_rank", "get_node_local_rank", "get_local_rank", "get_coordinate")
+_RANKS = "|".join(("global_rank", "local_rank", "node_rank", "rank", "LOCAL_RANK", "RANK", *_GETTERS))
 _TEST_NAME, _RANK_NAME = re.compile(_TESTS), re.compile(rf"\b(?:{_RANKS})\b")
 RANK_WORDS = re.compile(rf"\b(?:{_TESTS}|{_RANKS})\b")
 """Finds a name of the rank, or of a test of it, in a source text."""
@@ -144,7 +146,7 @@ def _is_rank(value: ast.expr) -> bool:
         name = name_of(value.func)
         if name == "int" and len(value.args) == 1:
             return _is_rank(value.args[0])
-        is_read = name in ("get_rank", "getenv") or (name == "get" and "environ" in ast.unparse(value.func))
+        is_read = name in ("getenv", *_GETTERS) or (name == "get" and "environ" in ast.unparse(value.func))
         return is_read and bool(_RANK_NAME.search(ast.unparse(value)))
     if isinstance(value, ast.Subscript):
         return "environ" in ast.unparse(value.value) and bool(_RANK_NAME.search(ast.unparse(value.slice)))
