@@ -63,8 +63,11 @@ def mismatch(view: Timeline, split: Divergence) -> Finding:
     called = [call for rank, call in split.calls.items() if rank in ranks]
     is_line_concluded = any(call.site and deepest_user_frame(call.stack) is None for call in called)
     is_concluded = bool(ended) or (bool(why or is_line_concluded) and not conditions)
-    is_guess = (went_on is not None and 2 * len(ranks) >= len(split.calls)) or _is_any_line(view, split, ranks)
-    is_guess = is_guess or _may_have_left_out(view, split, ranks)
+    is_guess = (
+        (went_on is not None and 2 * len(ranks) >= len(split.calls))
+        or _is_any_line(view, split, ranks)
+        or _may_have_left_out(view, split, ranks)
+    )
     lines = [location_of(went_on)]
     if not is_alone:
         shifted_at = first.frame if first is not None and not {*first.ranks}.isdisjoint(ranks) else None
