@@ -11,8 +11,11 @@ from machine_scenes import MACHINE_SCENES
 from scenes import SCENES, Scene
 
 from lightning_ncclsafe.facts import Frame, JobFacts, RankFacts
+from lightning_ncclsafe.facts.findings import Confidence, Diagnosis, Finding, Severity
+from lightning_ncclsafe.report.html.answer import causes_of
 from lightning_ncclsafe.rules.common_paths import with_common_paths
 from lightning_ncclsafe.rules.judging import judge
+from lightning_ncclsafe.rules.kit.timeline import Timeline
 
 _SOURCE = re.compile(r"^/.*\.py(?=:|$)")
 THERE = "/local/b"
@@ -105,3 +108,20 @@ def test_copies_of_the_code_beside_a_shared_environment_are_one(library: str) ->
 
     facts = with_common_paths(job(rank(0, "a"), rank(1, "b"), world=2))
     assert {one.stack[0].file for one in facts.ranks} == {"/home/me/a/x/train.py"}
+
+
+def test_the_page_shows_the_line_of_a_rank_whose_host_has_the_code_elsewhere() -> None:
+    facts = job(waiting(0, "a", "/home/me/x/train.py"), waiting(1, "b", "/local/7/x/train.py"), world=2)
+    stacks = (replace(one, stack=(replace(one.stack[0], code="x.sum().item()"),)) for one in facts.ranks)
+    facts = replace(facts, ranks=tuple(stacks))
+    found = Finding(
+        rule="a-cause",
+        severity=Severity.ERROR,
+        confidence=Confidence.LIKELY,
+        summary="Rank 1 waits.",
+        ranks=(1,),
+        location="/home/me/x/train.py:7 in train",
+        remedy="",
+    )
+    causes = causes_of(Diagnosis(job=facts, findings=(found,)), Timeline(facts), lambda *_: "", ())
+    assert [cause.code for cause in causes] == ["x.sum().item()"]
