@@ -1,10 +1,11 @@
 """What an exception says, and whether a signal's handler has raised it."""
 
+import itertools
 import signal
 import threading
 import traceback
 from pathlib import Path
-from types import CodeType, FunctionType
+from types import CodeType, FrameType, FunctionType, MethodType
 from typing import Any
 
 _OWN = str(Path(__file__).parents[1])
@@ -28,12 +29,26 @@ def is_of_signal_handler(error: BaseException) -> bool:
         return False
     handlers = (_code_of(signal.getsignal(number)) for number in signal.valid_signals())
     codes = {code for code in handlers if code is not None and not code.co_filename.startswith(_OWN)}
-    return any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__))
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return any(
+        frame.f_code in codes and _is_given(frame, interrupted) for interrupted, frame in itertools.pairwise(frames)
+    )
+
+
+def _is_given(frame: FrameType, interrupted: FrameType) -> bool:
+    """Whether a function was called with the frame above its own, as Python calls handlers, and only them.
+
+    The code of a decorator is that of everything it decorates: a handler, and what loggers do on rank zero.
+    """
+    values = [*frame.f_locals.values()]
+    values += (item for value in values if type(value) is tuple for item in value)  # of ``*args``
+    return any(value is interrupted for value in values)
 
 
 def _code_of(handler: Any) -> CodeType | None:
     """The code of a handler: of a function, a method, or an object that can be called."""
     if not callable(handler):
         return None
-    functions = (handler, getattr(handler, "__func__", None), type(handler).__call__)
+    function = handler.__func__ if isinstance(handler, MethodType) else handler
+    functions = (function, type(handler).__call__)
     return next((one.__code__ for one in functions if isinstance(one, FunctionType)), None)

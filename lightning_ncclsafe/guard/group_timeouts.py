@@ -117,7 +117,7 @@ class GroupTimeouts:
             act()
         except Exception as error:
             self._is_on = False
-            say_own_failure(error, what="setting timeouts")
             # The strategy's own timeout, rather than that of a phase that will end.
             with suppress(Exception):
                 self._restore()
+            say_own_failure(error, what="setting timeouts")

@@ -310,10 +310,10 @@ class LoaderCollector:
             raise
         except Exception as error:
             self._is_off = True
-            say_own_failure(error, what="the comparison of the ranks' data")
             with suppress(Exception):
                 if self._agreement is not None:
                     self._agreement.withdraw()
+            say_own_failure(error, what="the comparison of the ranks' data")
 
     def _release(self, *, stage: str = "", loader: Any = None) -> None:
         """Restores the loaders that a stage had before, or one loader."""

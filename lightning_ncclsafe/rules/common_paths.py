@@ -3,29 +3,52 @@
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass, replace
+from itertools import takewhile
 from typing import Any
 
 from lightning_ncclsafe.facts import Collective, Frame, Group, JobFacts, RankFacts
+
+# site-packages, dist-packages
+_INSTALLED = "-packages/"
 
 
 def with_common_paths(job: JobFacts) -> JobFacts:
     """The same job, in which a file has the path of the first host that has it.
 
     A virtual environment or a copy of the code may be elsewhere on each host. A file counts as the same on two hosts if
-    it has the same name in a folder of the same name, and neither host has two such files.
+    it has the same name in a folder of the same name, or in the same package if it is installed, and neither host has
+    two such files.
     """
     if len({facts.host for facts in job.ranks}) < 2:
         return job
     seen: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
+    hosts: dict[str, set[str]] = defaultdict(set)
     for facts in job.ranks:
         for frame in _frames(facts):
             seen[_tail(frame.file)][facts.host].add(frame.file)
+            if frame.user:
+                hosts[frame.file].add(facts.host)
     common: dict[str, str] = {}
-    for by_host in seen.values():
-        paths = [path for on_host in by_host.values() for path in on_host]
-        if len({*paths}) > 1 and len(paths) == len(by_host):
-            common |= dict.fromkeys(paths, paths[0])
+    for tail, by_host in seen.items():
+        paths = {host: path for host, on_host in by_host.items() for path in on_host}
+        is_one_each = all(len(on_host) == 1 for on_host in by_host.values())
+        is_other_file = not tail.startswith(_INSTALLED) and _are_of_one_folder(paths, hosts)
+        if len({*paths.values()}) > 1 and is_one_each and not is_other_file:
+            common |= dict.fromkeys(paths.values(), next(iter(paths.values())))
     return _with_paths(job, common) if common else job
+
+
+def _are_of_one_folder(paths: dict[str, str], hosts: dict[str, set[str]]) -> bool:
+    """Whether hosts have the folder around these files at one place: then they are different files in it.
+
+    Args:
+        paths: The files, by host.
+        hosts: The hosts that have each of the user's files.
+    """
+    names = zip(*(path.replace("\\", "/").split("/") for path in {*paths.values()}), strict=False)
+    folder = "/".join(alike[0] for alike in takewhile(lambda alike: len({*alike}) == 1, names))
+    around = (on for file, on in hosts.items() if folder and file.replace("\\", "/").startswith(f"{folder}/"))
+    return any(len({paths[host] for host in on if host in paths}) > 1 for on in around)
 
 
 def _frames(facts: RankFacts) -> Iterator[Frame]:
@@ -40,7 +63,9 @@ def _frames(facts: RankFacts) -> Iterator[Frame]:
 
 
 def _tail(path: str) -> str:
-    return "/".join(path.replace("\\", "/").rsplit("/", 2)[-2:])
+    path = path.replace("\\", "/")
+    _, packages, installed = path.rpartition(_INSTALLED)
+    return packages + installed if packages else "/".join(path.rsplit("/", 2)[-2:])
 
 
 def _with_paths(value: Any, common: dict[str, str]) -> Any:

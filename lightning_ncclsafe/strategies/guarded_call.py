@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lightning_ncclsafe._torch import process_groups, recorders
+from lightning_ncclsafe.code.raised import is_of_signal_handler
 from lightning_ncclsafe.collectives.timer import RECORDER_SIZE
 from lightning_ncclsafe.errors import CollectiveTimeoutError, HostPreflightError
 from lightning_ncclsafe.guard.ending import Ending
@@ -102,7 +103,8 @@ class GuardedCall:
         )
         self._guard: Guard | None = None
         self._place: Place | None = None
-        self._listens = self._leaves = False
+        self._listens = self._leaves = self._has_failed = False
+        self._interrupted: Exception | None = None
         self._meet: Callable[[], bool] | None = None
 
     def begin(self, strategy: Any) -> None:
@@ -155,6 +157,7 @@ class GuardedCall:
 
     def failed(self, error: BaseException) -> CollectiveTimeoutError | None:
         """Reports an exception to the other ranks; returns the error to raise instead, if there is a better one."""
+        self._leaves = self._has_failed = True
         self._safely(self.features.fail)
         # Recorded as caught, too: in a later call, ranks that ended because of it would be missing.
         self.raised(error, f"Trainer.{getattr(self._trainer.state.fn, 'value', 'fit')}")
@@ -168,20 +171,30 @@ class GuardedCall:
 
     def finish(self) -> None:
         """Waits until all ranks have finished."""
+        self._leaves = True
         self._safely(self.features.leave)
         self._leaving(lambda guard: guard.finish())
 
     def close(self) -> None:
-        """Restores everything; an ended run still refuses saves, as Lightning's handlers save, too."""
+        """Restores everything; an ended run still refuses saves, as Lightning's handlers save, too.
+
+        Raises:
+            Exception: What the handler of a signal has raised since the call has finished.
+        """
+        self._leaves = True
         self.features.detach(self._safely)
         self._safely(self.tracker.detach)
         if self._listens:
             self._safely(_caught.close)
-        self._group_timeouts.restore()
+        self._safely(self._group_timeouts.restore)
         self._safely(self.features.detach_timer)
         self._leaving(lambda guard: guard.close())
         # Not before: another Trainer may run within this call.
         self._exchanges.close()
+        interrupted, self._interrupted = self._interrupted, None
+        # An exception with which the call has failed says more.
+        if interrupted is not None and not self._has_failed:
+            raise interrupted
 
     def raised(self, error: BaseException, passed: str) -> None:
         """Records an exception on the main thread, which may yet be caught."""
@@ -278,7 +291,6 @@ class GuardedCall:
 
     def _leaving(self, act: Callable[[Guard], T]) -> T | None:
         guard = self._guard
-        self._leaves = True
         return self._safely(lambda: act(guard) if guard is not None else None)
 
     def _safely(self, act: Callable[[], T]) -> T | None:
@@ -290,7 +302,11 @@ class GuardedCall:
             # Lightning's handler of SIGTERM may interrupt the main thread here, and calls a collective.
             if self._leaves and process_groups.is_communication_error(error):
                 return None
-            say_own_failure(error)
+            if self._leaves and is_of_signal_handler(error):
+                # What is left is done all the same: a guard that nobody closes would end the process one day.
+                self._interrupted = error
+            else:
+                say_own_failure(error)
             guard, self._guard = self._guard, None
             if guard is not None:
                 with suppress(Exception):

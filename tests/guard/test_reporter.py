@@ -3,7 +3,9 @@
 import io
 import signal
 import sys
+from collections.abc import Callable
 from dataclasses import replace
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +94,44 @@ def test_what_the_handler_of_a_signal_raises_is_not_our_failure(
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert capsys.readouterr().err.count("Alarm()") == 1
+
+
+def on_rank_zero(function: Callable[..., None]) -> Callable[..., None]:
+    """A decorator, as Lightning's ``rank_zero_only``."""
+
+    @wraps(function)
+    def wrapped(*args: object) -> None:
+        function(*args)
+
+    return wrapped
+
+
+@on_rank_zero
+def decorated(signum: int, frame: object) -> None:
+    raise Alarm
+
+
+@on_rank_zero
+def logs(values: dict[str, float]) -> None:
+    raise Alarm
+
+
+def test_a_decorator_of_a_handler_is_no_handler(capsys: pytest.CaptureFixture[str]) -> None:
+    before = signal.signal(signal.SIGUSR1, decorated)
+    try:
+        with pytest.raises(Alarm):
+            try:
+                signal.raise_signal(signal.SIGUSR1)
+            except Exception as error:
+                say_own_failure(error)
+        assert not capsys.readouterr().err
+        try:
+            logs({})
+        except Exception as error:
+            say_own_failure(error)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert "Alarm()" in capsys.readouterr().err
 
 
 def test_an_error_that_was_told_has_no_traceback_and_others_have(monkeypatch: pytest.MonkeyPatch) -> None:

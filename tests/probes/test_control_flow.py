@@ -1,11 +1,13 @@
 """What decides whether a line is come to, by the source alone; the line that is asked about ends in ``# <-``."""
 
 import ast
+import threading
 from textwrap import dedent
 
 import pytest
 
 from lightning_ncclsafe.facts import Decides
+from lightning_ncclsafe.probes.source import control_flow
 from lightning_ncclsafe.probes.source.control_flow import Around, ControlFlow
 
 
@@ -658,3 +660,33 @@ def test_a_parser_disturbed_by_another_thread_is_retried(
     monkeypatch.setattr(ast, "parse", disturbed)
     flow = ControlFlow(f"if is_global_zero:\n    save()  # disturbed {failures} times\n")
     assert bool(flow.around(2).rank_condition) == is_known
+
+
+def test_threads_that_ask_at_once_get_the_same_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What names mean in the file is found by the first, and is known to the second when it is complete."""
+    source = """
+    class Module:
+        def __init__(self):
+            self.writer = None
+            if self.global_rank == 0:
+                self.writer = open("log")
+
+        def step(self):
+            if self.writer is not None:
+                self.log()
+    """
+    flow = ControlFlow(dedent(source))
+    seen: list[Around] = []
+    threads: list[threading.Thread] = []
+    find = control_flow.given_beside_none
+
+    def disturbed(body: list[ast.stmt]) -> dict[str, list[ast.expr]]:
+        if not threads:
+            threads.append(threading.Thread(target=lambda: seen.append(flow.around(10))))
+            threads[0].start()
+            threads[0].join()
+        return find(body)
+
+    monkeypatch.setattr(control_flow, "given_beside_none", disturbed)
+    assert seen == [] and flow.around(10).rank_condition == "if self.writer is not None:  (line 9)"
+    assert seen == [flow.around(10)]

@@ -5,14 +5,17 @@ from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import pytest
-from builders import GLOO, NCCL, Backend, job, user
+from builders import GLOO, NCCL, SITE, Backend, job, user
 from call_scenes import CALL_SCENES
 from machine_scenes import MACHINE_SCENES
 from scenes import SCENES, Scene
 
-from lightning_ncclsafe.facts import JobFacts, RankFacts
+from lightning_ncclsafe.facts import Frame, JobFacts, RankFacts
+from lightning_ncclsafe.facts.findings import Confidence, Diagnosis, Finding, Severity
+from lightning_ncclsafe.report.html.answer import causes_of
 from lightning_ncclsafe.rules.common_paths import with_common_paths
 from lightning_ncclsafe.rules.judging import judge
+from lightning_ncclsafe.rules.kit.timeline import Timeline
 
 _SOURCE = re.compile(r"^/.*\.py(?=:|$)")
 THERE = "/local/b"
@@ -79,3 +82,46 @@ def test_a_host_with_two_such_files_tells_nothing() -> None:
     ranks = (waiting(rank, host, file) for rank, (file, host) in enumerate(files.items()))
     facts = job(*ranks, world=3)
     assert with_common_paths(facts) is facts
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (f"{SITE}/torchmetrics/utilities/distributed.py", f"{SITE}/lightning/fabric/utilities/distributed.py"),
+        ("/home/me/x/first/parts/data.py", "/home/me/x/second/parts/data.py"),
+    ],
+)
+def test_files_of_one_folder_are_different_files(one: str, other: str) -> None:
+    """Of two packages that both hosts have at one place."""
+    facts = job(waiting(0, "a", "/home/me/x/train.py"), waiting(1, "b", "/home/me/x/train.py"), world=2)
+    deeper = {0: user("call", 3, file=one), 1: user("call", 3, file=other)}
+    ranks = tuple(replace(facts, stack=(*facts.stack, deeper[facts.rank])) for facts in facts.ranks)
+    facts = replace(facts, ranks=ranks)
+    assert with_common_paths(facts) is facts
+
+
+@pytest.mark.parametrize("library", [f"{SITE}/torch/nn/module.py", "/home/me/conda/lib/python3.12/threading.py"])
+def test_copies_of_the_code_beside_a_shared_environment_are_one(library: str) -> None:
+    def rank(number: int, host: str) -> RankFacts:
+        facts = waiting(number, host, f"/home/me/{host}/x/train.py")
+        return replace(facts, stack=(*facts.stack, Frame(file=library, line=3, function="call")))
+
+    facts = with_common_paths(job(rank(0, "a"), rank(1, "b"), world=2))
+    assert {one.stack[0].file for one in facts.ranks} == {"/home/me/a/x/train.py"}
+
+
+def test_the_page_shows_the_line_of_a_rank_whose_host_has_the_code_elsewhere() -> None:
+    facts = job(waiting(0, "a", "/home/me/x/train.py"), waiting(1, "b", "/local/7/x/train.py"), world=2)
+    stacks = (replace(one, stack=(replace(one.stack[0], code="x.sum().item()"),)) for one in facts.ranks)
+    facts = replace(facts, ranks=tuple(stacks))
+    found = Finding(
+        rule="a-cause",
+        severity=Severity.ERROR,
+        confidence=Confidence.LIKELY,
+        summary="Rank 1 waits.",
+        ranks=(1,),
+        location="/home/me/x/train.py:7 in train",
+        remedy="",
+    )
+    causes = causes_of(Diagnosis(job=facts, findings=(found,)), Timeline(facts), lambda *_: "", ())
+    assert [cause.code for cause in causes] == ["x.sum().item()"]

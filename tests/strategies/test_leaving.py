@@ -1,5 +1,6 @@
 """A call of the Trainer that is over: what breaks in its last moments is not told as a failure of the guard."""
 
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,42 @@ def test_a_signal_that_strikes_meanwhile_is_no_failure_of_the_guard(
 ) -> None:
     left(error)
     assert capsys.readouterr().err.count("the guard failed and is off") == said
+
+
+class Alarm(Exception):
+    """What the handler of a signal raises."""
+
+
+@pytest.mark.parametrize("has_failed", [False, True])
+def test_all_is_closed_if_the_handler_of_a_signal_raises_meanwhile(
+    has_failed: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A watch that goes on after its call would end the process."""
+
+    def handler(signum: int, frame: object) -> None:
+        raise Alarm
+
+    def detach(safely: Callable[[Callable[[], Any]], Any]) -> None:
+        safely(lambda: signal.raise_signal(signal.SIGUSR1))
+
+    guard = MagicMock()
+    call = begun(MagicMock(world_size=1), MagicMock(return_value=guard))
+    call.features.detach = detach  # type: ignore[method-assign]
+    closed = call._exchanges.close = MagicMock()  # type: ignore[method-assign]
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        if has_failed:
+            call.failed(ValueError("of the user"))
+            call.close()
+        else:
+            call.finish()
+            with pytest.raises(Alarm):
+                call.close()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    guard.close.assert_called_once()
+    closed.assert_called_once()
+    assert "the guard failed" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import itertools
 import linecache
 from collections.abc import Iterator
 from contextlib import suppress
+from copy import copy
 from dataclasses import replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -142,19 +143,22 @@ class ControlFlow:
         return managers_in(self._body)
 
     def _names_of_rank(self) -> RankNames:
+        # Given at once when all are known: several threads ask.
         if self._of_rank is None:
-            self._of_rank = RankNames()
+            names = RankNames()
             with suppress(RecursionError):
                 if RANK_WORDS.search("\n".join(self._lines)):
-                    # Conditions tell which names hold something on some ranks only, and need all other names for that.
-                    self._of_rank = names_of_rank(self._body)
-                    self._of_rank = self._of_rank._replace(held=self._held_on_some_ranks())
-            self._known.clear()
+                    names = names_of_rank(self._body)
+                    names = names._replace(held=self._held_on_some_ranks(names))
+            self._of_rank = names
         return self._of_rank
 
-    def _held_on_some_ranks(self) -> frozenset[str]:
+    def _held_on_some_ranks(self, names: RankNames) -> frozenset[str]:
+        # Conditions tell which names hold something on some ranks only, and need all other names for that.
+        known = copy(self)
+        known._known, known._of_rank = {}, names
         given = itertools.islice(given_beside_none(self._body).items(), _MOST_NAMES)
-        conditions = {name: {self._condition_of_rank(value) for value in values} for name, values in given}
+        conditions = {name: {known._condition_of_rank(value) for value in values} for name, values in given}
         # Under two conditions, each rank may have been given something.
         return frozenset(name for name, found in conditions.items() if len(found) == 1 and "" not in found)
 

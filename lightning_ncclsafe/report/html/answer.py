@@ -1,12 +1,13 @@
 """The answer on the page: causes with their evidence, each piece linked to the facts it comes from."""
 
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from lightning_ncclsafe.facts import Frame
+from lightning_ncclsafe.facts import Frame, RankFacts
 from lightning_ncclsafe.facts.findings import Diagnosis, Evidence, Finding
 from lightning_ncclsafe.report.ranks import is_compared, is_recorded, without_repeats
+from lightning_ncclsafe.rules.common_paths import with_common_paths
 from lightning_ncclsafe.rules.kit.sentences import others_wait
 from lightning_ncclsafe.rules.kit.timeline import Timeline
 from lightning_ncclsafe.rules.kit.wording import capitalised, location_of, ranks_words
@@ -72,6 +73,8 @@ def causes_of(diagnosis: Diagnosis, view: Timeline, place: Place, tables: Contai
         place: The place of a rank's facts on the page.
         tables: Names of the tables on the page, which are their places.
     """
+    # A location has the path of the first host that has the file.
+    seen = {facts.rank: facts for facts in with_common_paths(diagnosis.job).ranks}
     return [
         Cause(
             finding=finding,
@@ -79,7 +82,7 @@ def causes_of(diagnosis: Diagnosis, view: Timeline, place: Place, tables: Contai
             process=_process(view, finding.ranks),
             alike=ranks_words(alike) if alike else "",
             place=_short_place(finding.location),
-            code=_code(view, finding),
+            code=_code(seen, finding),
             waits="" if is_compared(diagnosis.job) else _waits(view, finding),
             evidence=tuple(_observations(finding, place, tables)),
         )
@@ -130,15 +133,14 @@ def _observations(finding: Finding, place: Place, tables: Container[str]) -> Ite
         yield Observation(source=source, text=text, ranks=ranks_words(made_on) if made_on else "", link=link)
 
 
-def _code(view: Timeline, finding: Finding) -> str:
+def _code(seen: Mapping[int, RankFacts], finding: Finding) -> str:
     if not finding.location:
         return ""
-    ranks = (rank for rank in finding.ranks if rank in view.facts)
-    return next((frame.code for rank in ranks for frame in _frames(view, rank, finding.location) if frame.code), "")
+    known = (seen[rank] for rank in finding.ranks if rank in seen)
+    return next((frame.code for facts in known for frame in _frames(facts, finding.location) if frame.code), "")
 
 
-def _frames(view: Timeline, rank: int, location: str) -> Iterator[Frame]:
-    facts = view.facts[rank]
+def _frames(facts: RankFacts, location: str) -> Iterator[Frame]:
     raised = facts.exception.stack if facts.exception is not None else ()
     of_workers = (frame for worker in facts.workers for frame in worker.stack)
     return (frame for frame in (*facts.stack, *raised, *of_workers) if location_of(frame) == location)

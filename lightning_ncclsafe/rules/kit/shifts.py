@@ -303,7 +303,8 @@ def usual_sites(before: _Calls, index: int) -> set[str]:
 
     As many calls back as are needed: a line that logs several values makes the same calls again and again.
     """
-    alike, sites, back = range(1, index), set[str](), 0
+    alike: Sequence[int] = range(1, index)
+    sites, back = set[str](), 0
     while (back < _CONTEXT or len(sites) > 1) and back < min(index, _MOST_CONTEXT):
         back += 1
         alike = [at for at in alike if at >= back and before[at - back].site == before[index - back].site]
