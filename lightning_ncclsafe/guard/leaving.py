@@ -184,6 +184,7 @@ def stay_until_all_finished(
         exchange.set("finished/all", b"")
 
 
+@marked(Mark.STORE)
 def _wait_undisturbed(event: threading.Event, timeout_s: float) -> None:
     """Waits for an event. What the handler of a signal raises meanwhile is dropped: this rank leaves with an exception.
 
