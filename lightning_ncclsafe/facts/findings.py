@@ -65,7 +65,8 @@ class Finding:
         confidence: How well the facts support it.
         summary: The answer in one sentence: which rank does what, where, for how long, and who waits for it.
         ranks: The ranks that cause it, ascending.
-        location: ``"file:line in function"`` of the deepest line in the user's own code; empty if unknown.
+        location: ``"file:line in function"`` of the deepest line in the user's own code; empty if unknown. If hosts
+            have the code in different folders, the path is that of the first one.
         decided_at: ``"file:line in function"`` of the condition, loop or jump that may have led ranks to that line or
             around it, if there is only one; else empty.
         evidence: The observations that support it.

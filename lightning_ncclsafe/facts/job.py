@@ -79,7 +79,7 @@ class RankFacts:
         rank: Global rank.
         local_rank: Rank on its host.
         local_world_size: Number of ranks that should run on its host; 0 if unknown.
-        host: Host name.
+        host: Host name; with the beginning of its boot id if that is ``localhost``.
         pid: Process id.
         taken_ns: Wall-clock time at which the facts were taken, nanoseconds since the epoch.
         progress: The progress of its Trainer.

@@ -77,6 +77,13 @@ class Method:
         raise Alarm
 
 
+def say_if_it_fails(act: Callable[[], None]) -> None:
+    try:
+        act()
+    except Exception as error:
+        say_own_failure(error)
+
+
 @pytest.mark.parametrize("handler", [goes_off, Composed(), Method().handle], ids=["function", "object", "method"])
 def test_what_the_handler_of_a_signal_raises_is_not_our_failure(
     handler: Any, capsys: pytest.CaptureFixture[str]
@@ -85,10 +92,7 @@ def test_what_the_handler_of_a_signal_raises_is_not_our_failure(
     before = signal.signal(signal.SIGUSR1, handler)
     try:
         with pytest.raises(Alarm):
-            try:
-                signal.raise_signal(signal.SIGUSR1)
-            except Exception as error:
-                say_own_failure(error)
+            say_if_it_fails(lambda: signal.raise_signal(signal.SIGUSR1))
         # The same exception, from elsewhere.
         say_own_failure(Alarm())
     finally:
@@ -120,15 +124,9 @@ def test_a_decorator_of_a_handler_is_no_handler(capsys: pytest.CaptureFixture[st
     before = signal.signal(signal.SIGUSR1, decorated)
     try:
         with pytest.raises(Alarm):
-            try:
-                signal.raise_signal(signal.SIGUSR1)
-            except Exception as error:
-                say_own_failure(error)
+            say_if_it_fails(lambda: signal.raise_signal(signal.SIGUSR1))
         assert not capsys.readouterr().err
-        try:
-            logs({})
-        except Exception as error:
-            say_own_failure(error)
+        say_if_it_fails(lambda: logs({}))
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert "Alarm()" in capsys.readouterr().err

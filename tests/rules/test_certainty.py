@@ -102,7 +102,7 @@ def test_a_rank_that_is_in_another_pass_of_a_loop_over_tensors() -> None:
     often = [_reduces(number, 10, 20, 30, 10, 30 if number == 1 else 20) for number in range(3)]
     found = first(job(*often, world=3))
     assert (found.rule, found.ranks, found.confidence) == ("mismatched-collective", (1,), LIKELY)
-    assert found.summary.endswith("so ranks may also have made different numbers of them.")
+    assert found.summary.endswith("so ranks may also have made different numbers of calls there.")
     for loop, confidence in (("for p in self.parameters():", LIKELY), ("for batch in self.data:", CERTAIN)):
         once = [_reduces(number, 10, 30 if number == 1 else 20, loop=loop) for number in range(3)]
         assert first(job(*once, world=3)).confidence is confidence

@@ -83,7 +83,7 @@ _DECIDES = (
     "a collective or called an extra one."
 )
 
-_SKIPPED = "Other calls of this line have other sizes, so ranks may also have made different numbers of them."
+_SKIPPED = "This line makes calls of other sizes, too, so ranks may also have made different numbers of calls there."
 
 
 @hang_rule(

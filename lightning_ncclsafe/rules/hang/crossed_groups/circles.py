@@ -1,7 +1,8 @@
 """Ranks that entered process groups in different orders, and wait for each other in a circle of them."""
 
+import itertools
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 
 from lightning_ncclsafe.code.marks import Mark
 from lightning_ncclsafe.facts import Group, group_and_backend
@@ -120,14 +121,22 @@ def _inspected_finding(view: Timeline, circle: dict[int, tuple[str, int]]) -> Fi
     ranks = tuple(odd) if is_decided else tuple(sorted(circle))
     hops = (
         f"rank {rank} waits in {wait_words(view, rank)} of {_of_members(groups[rank])} for rank {late}"
-        for rank, (_, late) in list(circle.items())[:_HOPS]
+        for rank, (_, late) in circle.items()
     )
+    return circle_finding(view, ranks, circle, hops)
+
+
+def circle_finding(
+    view: Timeline, ranks: tuple[int, ...], circle: Iterable[int], hops: Iterable[str], *, remedy: str = ""
+) -> Finding:
+    """A circle of ranks of which only the waits are known, ``"rank 0 waits in … for rank 1"`` for each of them."""
     return finding(
         view,
         ranks,
-        f"{', '.join(hops)}: they wait for each other in a circle.",
+        f"{', '.join(itertools.islice(hops, _HOPS))}: they wait for each other in a circle.",
         location=call_location(view, ranks),
         evidence=(*condition_evidence(view, circle), *where_evidence(view, circle)),
+        remedy=remedy,
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from lightning_ncclsafe.code.libraries import GROUP_CREATION
 from lightning_ncclsafe.facts import Collective, Group
-from lightning_ncclsafe.rules.hang.crossed_groups.circles import waiting_elsewhere
+from lightning_ncclsafe.rules.hang.crossed_groups.circles import circle_finding, waiting_elsewhere
 from lightning_ncclsafe.rules.kit import (
     Confidence,
     Finding,
@@ -15,7 +15,6 @@ from lightning_ncclsafe.rules.kit import (
     circle_in,
     circle_of_waits,
     clause,
-    condition_evidence,
     deepest_user_frame,
     finding,
     group_words,
@@ -38,7 +37,6 @@ _REMEDY_ORDER = (
 )
 # Descriptions of the groups of a DeviceMesh, and of those that split_group makes.
 _OF_MESH, _SPLIT = "mesh_", ":split:"
-_HOPS = 4
 _LISTED = 8
 
 
@@ -72,19 +70,11 @@ def _awaited_in_creation(view: Timeline) -> dict[int, tuple[str, int]]:
 
 
 def _in_circle(view: Timeline, circle: dict[int, tuple[str, int]]) -> Finding:
-    ranks = tuple(sorted(circle))
     hops = (
         f"rank {rank} creates the group of {members} and waits for rank {late}"
         for rank, (members, late) in circle.items()
     )
-    return finding(
-        view,
-        ranks,
-        f"{', '.join(itertools.islice(hops, _HOPS))}: they wait for each other in a circle.",
-        location=call_location(view, ranks),
-        evidence=(*condition_evidence(view, circle), *where_evidence(view, circle)),
-        remedy=_REMEDY_ORDER,
-    )
+    return circle_finding(view, tuple(sorted(circle)), circle, hops, remedy=_REMEDY_ORDER)
 
 
 def _in_different_numbers(view: Timeline, making: tuple[int, ...], made: dict[int, int]) -> Finding:
