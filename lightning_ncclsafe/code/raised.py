@@ -22,8 +22,8 @@ def text_of(error: BaseException) -> str:
 def is_of_signal_handler(error: BaseException) -> bool:
     """Whether the handler of a signal has raised it, which Python runs between any two instructions of the main thread.
 
-    torch's raises on the main thread once a worker of a loader was killed; programs raise when an alarm goes off. Such
-    an exception is not that of the code that it has interrupted.
+    torch's handler raises once a loader worker has been killed, and programs raise when an alarm goes off. Such an
+    exception is not a failure of the code that it has interrupted.
     """
     if threading.current_thread() is not threading.main_thread():
         return False

@@ -172,7 +172,7 @@ class DirectoryExchange:
 
 
 def _is_used(note: Path) -> bool:
-    """Whether a process that has published in a folder still runs; one of another host or container counts as such."""
+    """Whether a process that has published in a folder still runs; one on another host counts as running."""
     _, space, pid, _ = note.name.rsplit("@", 3)
     if space != process_space():
         return True

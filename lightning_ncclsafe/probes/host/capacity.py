@@ -1,4 +1,4 @@
-"""What this process may use of its host: cores, processor time, memory, shared memory; and which host it is."""
+"""What this process may use of its host: cores, processor time, memory, shared memory."""
 
 import os
 from collections.abc import Mapping
