@@ -1,5 +1,6 @@
 """One path for each source file that hosts have in folders of their own, so that rules see ranks at the same line."""
 
+import operator
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass, replace
@@ -77,7 +78,7 @@ def _with_paths(value: Any, common: dict[str, str]) -> Any:
         return value  # there are very many of these
     if isinstance(value, tuple):
         items = tuple(_with_paths(item, common) for item in value)
-        return value if all(map(_is_same, items, value)) else items
+        return value if all(map(operator.is_, items, value)) else items
     if isinstance(value, dict):
         return {key: _with_paths(item, common) for key, item in value.items()}
     if is_dataclass(value) and not isinstance(value, type):
@@ -85,7 +86,3 @@ def _with_paths(value: Any, common: dict[str, str]) -> Any:
         changed = {name: item for name, item in new.items() if item is not getattr(value, name)}
         return replace(value, **changed) if changed else value
     return value
-
-
-def _is_same(one: object, other: object) -> bool:
-    return one is other
