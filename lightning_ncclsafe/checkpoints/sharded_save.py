@@ -22,7 +22,7 @@ from lightning_ncclsafe.checkpoints.boundary import Boundary, NotProvenError
 from lightning_ncclsafe.checkpoints.folder import KEY, METADATA, REST, CheckpointFolder, read_back, write_synced
 from lightning_ncclsafe.checkpoints.ledger import StepLedger
 from lightning_ncclsafe.checkpoints.shards import Box, Chunk, entry_paths, pieces_of, write_pieces
-from lightning_ncclsafe.exchange import Exchange, wait_for_keys
+from lightning_ncclsafe.exchange import Exchange, wait_for, wait_for_keys
 from lightning_ncclsafe.facts import codec
 
 
@@ -127,6 +127,8 @@ def _overlap(one: Box, other: Box) -> bool:
 
 
 _FOLDER = "checkpoint/folder"
+# For the removal of an incomplete checkpoint in which another rank still writes.
+_REMOVED_S = 1.0
 # Longest list of a rank's chunks, decompressed.
 _MOST_BYTES = 1 << 28
 
@@ -208,7 +210,8 @@ class ShardedSave:
             self._may_finish()
             return self._folder.finish_together(partial, self._boundary.epoch, self._boundary.step, files)
         except BaseException:
-            shutil.rmtree(partial, ignore_errors=True)
+            # Once more if another rank has begun its file there meanwhile; in a folder that is gone, none can.
+            wait_for(lambda: _is_removed(partial), deadline_s=_REMOVED_S)
             raise
 
     def call_off(self) -> None:
@@ -242,6 +245,11 @@ class ShardedSave:
         if late:
             raise TimeoutError(f"rank {', '.join(late)} did not write its shard in time")
         return {keys[key]: _read(content, keys[key]) for key, content in found.items()}
+
+
+def _is_removed(folder: Path) -> bool:
+    shutil.rmtree(folder, ignore_errors=True)
+    return not folder.exists()
 
 
 def failure_words(error: Exception) -> str:

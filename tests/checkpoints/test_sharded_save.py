@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -308,6 +309,21 @@ def test_weights_that_change_during_the_save_prevent_it(rank: int, tmp_path: Pat
     )
     assert "training continued meanwhile" in line and (rank == 0 or "rank 1: " in line)
     assert nothing_of(tmp_path)
+
+
+def test_a_file_that_another_rank_begins_during_the_removal_is_removed_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remove, removed = shutil.rmtree, list[Path]()
+
+    def disturbed(path: Path, **options: Any) -> None:
+        removed.append(path)
+        if len(removed) > 1:
+            remove(path, **options)
+
+    monkeypatch.setattr(sharded_save.shutil, "rmtree", disturbed)
+    Job(tmp_path, {0: Noted(why_then="training continued meanwhile"), 1: Noted()}).save()
+    assert nothing_of(tmp_path) and len(removed) == 2
 
 
 def test_differing_common_state_prevents_the_save(tmp_path: Path) -> None:
