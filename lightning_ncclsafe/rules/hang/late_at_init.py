@@ -14,9 +14,9 @@ from lightning_ncclsafe.rules.kit import (
     capitalised,
     clause,
     deepest_user_frame,
+    fills_memory,
     finding,
     first_user_frame,
-    growth_bytes_per_s,
     hang_rule,
     how_we_know,
     is_before_first_batch,
@@ -46,8 +46,6 @@ _REMEDY_PREPARING = (
     "Do this work once and ahead of the job, in a separate script that leaves its result on disk. Lightning lets the "
     "other ranks wait for prepare_data without limit, but every start of the job waits as long."
 )
-# Python, torch and its libraries alone: a process with less may still be importing them.
-_IMPORTED_BYTES = 1_000_000_000
 _REMEDY_GROWS = (
     "It is still filling its memory, and every rank of the host that loads the same takes as much again: load the "
     "dataset lazily or memory-mapped, or prepare it once and ahead of the job (a script that leaves its result "
@@ -175,8 +173,7 @@ def _memory_remedy(swapping: bool, processes: Iterable[HostFacts | ProcessFacts]
     """What to do about the memory of processes that swap or still grow; empty if they do neither."""
     if swapping:
         return TOO_LITTLE_MEMORY
-    large = (process for process in processes if (process.rss_bytes or 0) >= _IMPORTED_BYTES)
-    return _REMEDY_GROWS if any(map(growth_bytes_per_s, large)) else ""
+    return _REMEDY_GROWS if any(map(fills_memory, processes)) else ""
 
 
 def _waiting_words(view: Timeline, whom: str) -> str:

@@ -70,6 +70,8 @@ _STALLED = 0.3
 _FAULTS_PER_S = 100
 # A process that does not load data allocates and frees less than this in a second.
 _GROWS_BYTES_PER_S = 1_000_000
+# Python, torch and its libraries alone: a process with less may still be importing them.
+_IMPORTED_BYTES = 1_000_000_000
 # Ranks wait for each other this long at a start, unless the program sets another limit: later is irrelevant.
 _SOON_S = 1800.0
 TOO_LITTLE_MEMORY = (
@@ -108,9 +110,18 @@ def growth_bytes_per_s(facts: HostFacts | ProcessFacts) -> int:
     return grows if grows >= _GROWS_BYTES_PER_S else 0
 
 
+def fills_memory(facts: HostFacts | ProcessFacts) -> bool:
+    """Whether a process grows, and is larger than imports alone make it."""
+    return bool(growth_bytes_per_s(facts)) and (facts.rss_bytes or 0) + _swapped_bytes(facts) >= _IMPORTED_BYTES
+
+
+def _swapped_bytes(facts: HostFacts | ProcessFacts) -> int:
+    return (facts.process_swap_bytes if isinstance(facts, HostFacts) else facts.swap_bytes) or 0
+
+
 def memory_words(facts: HostFacts | ProcessFacts) -> str:
     """``"with 3.4 GB resident, growing by 210.0 MB/s, 1.1 GB swapped out (+60.0 MB/s)"``; empty if unknown."""
-    swapped = facts.process_swap_bytes if isinstance(facts, HostFacts) else facts.swap_bytes
+    swapped = _swapped_bytes(facts)
     grows, swaps_out = facts.memory_growth_bytes_per_s or 0, facts.swap_growth_bytes_per_s or 0
     words = [f"{size_words(facts.rss_bytes)} resident"] if facts.rss_bytes is not None else []
     words += [f"growing by {size_words(grows)}/s"] if words and grows >= _GROWS_BYTES_PER_S else []
@@ -121,13 +132,13 @@ def memory_words(facts: HostFacts | ProcessFacts) -> str:
 
 
 def used_up_words(host: HostFacts, ranks: Sequence[HostFacts | ProcessFacts]) -> str:
-    """``"the host's last 2.1 GB are used up in about 10 s"``; empty if nothing grows, or it takes half an hour.
+    """``"the host's last 2.1 GB are used up in about 10 s"``; empty unless a rank fills them, in half an hour or less.
 
     Args:
         host: The host's memory, as a rank on it sees it.
         ranks: All known ranks on it.
     """
-    grows_bytes_per_s = sum(map(growth_bytes_per_s, ranks))
+    grows_bytes_per_s = sum(growth_bytes_per_s(facts) for facts in ranks if fills_memory(facts))
     left = list(_left(host, sum(facts.rss_bytes or 0 for facts in ranks)))
     if not left or not grows_bytes_per_s:
         return ""
