@@ -7,7 +7,7 @@ from importlib import import_module
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[2]))
-from networks import move_to
+from hosts import become_one_of
 from training import Here, quick_patience, rank_of_environment
 from truths import all_cases
 
@@ -19,13 +19,13 @@ def main() -> None:
     # That of the scenario alone: all of them take longer to import than most take to go wrong.
     import_module(module)
     case = all_cases()[name]
-    # The import of the package does it; a fork of a program that had imported it before it was a rank has to.
-    traceback_signal.arm_early()
     root = Path(folder)
     # What a rank that is killed leaves behind goes with the folder.
     os.environ["TMPDIR"] = tempfile.tempdir = str(root)
-    if namespace := os.environ.get("NAMESPACE"):
-        move_to(namespace)
+    if host := os.environ.get("HOST"):
+        become_one_of(host, root)
+    # The import of the package does it; a fork of a program that had imported it before it was a rank has to.
+    traceback_signal.arm_early()
     here = Here(case=case, rank=rank_of_environment(), folder=root, strategy_name=strategy_name)
     if not case.is_healthy:
         here = here.with_(suspect_after_s=float(suspect_after_s))

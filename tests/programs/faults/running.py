@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from networks import two_hosts
+from hosts import hosts
 from truths import Case
 from warm import Running, Warm, environment, ranks_of
 
@@ -87,6 +87,7 @@ def run_case(
     suspect_after_s: float = SUSPECT_AFTER_S,
     wait: Wait | None = None,
     on_gpu: bool = False,
+    on_hosts: bool = False,
 ) -> Outcome:
     """Runs a case until there is a verdict, or its ranks have ended, or `LIMIT_S` is over; or as `wait` does it.
 
@@ -97,10 +98,11 @@ def run_case(
         suspect_after_s: After how many seconds ranks are asked.
         wait: Another way to wait for a verdict.
         on_gpu: Whether the ranks share one GPU and communicate with NCCL.
+        on_hosts: Whether the ranks are spread over hosts, two where that is possible.
     """
     options = [strategy, str(suspect_after_s)]
     if not on_gpu:
-        return _run_in(warm, case, _environments(case), options, wait or _wait)
+        return _run_in(warm, case, _environments(case, on_hosts), options, wait or _wait)
     for backend in _ON_GPU:
         outcome = _run_in(warm, case, _on_gpu(case, backend), options, wait or _wait)
         if _NEEDS_GLOO not in outcome.output:
@@ -136,17 +138,18 @@ def _leave(group: Path) -> None:
 
 
 @contextmanager
-def _environments(case: Case) -> Iterator[list[dict[str, str]]]:
-    if case.scenario.needs != "namespaces":
+def _environments(case: Case, on_hosts: bool) -> Iterator[list[dict[str, str]]]:
+    if case.scenario.needs != "namespaces" and not on_hosts:
         yield ranks_of(case.world_size)
         return
-    with two_hosts(f"{time.monotonic_ns() % 10**9}") as envs:
+    count = 2 if case.world_size % 2 == 0 else case.world_size
+    with hosts(f"{time.monotonic_ns() % 10**9}", case.world_size, count) as envs:
         yield envs
 
 
 @contextmanager
 def _on_gpu(case: Case, backend: str) -> Iterator[list[dict[str, str]]]:
-    with _environments(case) as envs:
+    with _environments(case, on_hosts=False) as envs:
         yield [env | one_gpu.sharing(rank) | {"GPU_BACKEND": backend} for rank, env in enumerate(envs)]
 
 

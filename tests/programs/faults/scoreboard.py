@@ -52,18 +52,21 @@ class Options:
         strategy: The strategy's name.
         suspect_after_s: After how many seconds ranks are asked.
         on_gpu: Whether the ranks of a case share one GPU and communicate with NCCL.
+        on_hosts: Whether they are spread over hosts.
         reports: Where the report on each case is kept; None where none is.
     """
 
     strategy: str
     suspect_after_s: float
     on_gpu: bool = False
+    on_hosts: bool = False
     reports: Path | None = None
 
 
 def judged(warm: Warm, case: Case, how: Options) -> Score:
     """Runs a case and compares what was said with the truth."""
-    outcome = run_case(warm, case, strategy=how.strategy, suspect_after_s=how.suspect_after_s, on_gpu=how.on_gpu)
+    where = {"on_gpu": how.on_gpu, "on_hosts": how.on_hosts}
+    outcome = run_case(warm, case, strategy=how.strategy, suspect_after_s=how.suspect_after_s, **where)
     if how.reports is not None:
         _keep(outcome, how.reports / case.name)
     if outcome.skipped:
@@ -181,6 +184,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--undeclared", action="store_true", help=undeclared)
     parser.add_argument("--suspect-after", type=float, default=SUSPECT_AFTER_S, help="seconds (default: %(default)s)")
     parser.add_argument("--gpu", action="store_true", help="ranks share one GPU and communicate with NCCL")
+    parser.add_argument("--hosts", action="store_true", help="ranks are spread over hosts (as root, in namespaces)")
     parser.add_argument("--reports", type=Path, metavar="FOLDER", help="keep each case's report and output there")
     parser.add_argument("--at-once", type=int, default=AT_ONCE, help="cases that run at a time (default: %(default)s)")
     parser.add_argument("--repeat", type=int, default=1, help="how often each training is run (default: 1)")
@@ -201,6 +205,7 @@ def main() -> None:
         strategy=options.strategy,
         suspect_after_s=options.suspect_after,
         on_gpu=options.gpu,
+        on_hosts=options.hosts,
         reports=options.reports,
     )
     for score in chain(found, scored(trainings, how, options.at_once)):

@@ -273,4 +273,7 @@ QUICK_S = {"FLOOR_S": 2.5, "UNKNOWN_S": 6.0, "DEFAULT_SUSPECT_AFTER_S": 6.0, "LO
 
 
 def rank_of_environment() -> int:
-    return int(os.environ.get("NODE_RANK", 0)) + int(os.environ["LOCAL_RANK"])
+    of_hosts_before = (
+        int(os.environ.get("NODE_RANK", 0)) * int(os.environ["WORLD_SIZE"]) // int(os.environ.get("NODES", 1))
+    )
+    return of_hosts_before + int(os.environ["LOCAL_RANK"])

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import torch.distributed as dist
-from networks import LINK
+from hosts import LINK
 from scenarios.faults_host import BIND, mount
 from training import Here, Net, rows
 from truths import Moment, fault
