@@ -1,6 +1,8 @@
 """Connections to the job's key-value store."""
 
 import os
+import uuid
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -10,8 +12,23 @@ from lightning_ncclsafe._torch.build import c10d
 from lightning_ncclsafe.code.marks import Mark, marked
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Address:
+    """Where a process that has no process group finds keys on a job's store.
+
+    Attributes:
+        host: The store's host, as this rank reaches it.
+        port: Its port.
+        prefix: What the keys begin with.
+    """
+
+    host: str
+    port: int
+    prefix: str
+
+
 def own_connection(prefix: str) -> Any:
-    """Another connection to the job's store, under a prefix.
+    """Another connection to the job's store, for keys that no other start of the job has used.
 
     The default group's store object must not be shared: its socket is locked while the main thread waits in it.
 
@@ -21,8 +38,38 @@ def own_connection(prefix: str) -> Any:
     Raises:
         RuntimeError: If the store cannot be cloned (a user's own store type) or its host cannot be reached.
     """
+    return with_prefix(_own_prefix(prefix), _whole_store())
+
+
+def own_address(prefix: str) -> Address | None:
+    """Where another process finds what :func:`own_connection` does; None if the job's store is no TCPStore."""
+    store = _whole_store()
+    if not isinstance(store, c10d.TCPStore):
+        return None
+    return Address(host=store.host, port=store.port, prefix=_own_prefix(prefix))
+
+
+def connection_to(address: Address, *, timeout_s: float = 30.0) -> Any:
+    """A connection of a process that has no process group.
+
+    Raises:
+        RuntimeError: If the store cannot be reached.
+    """
+    store = c10d.TCPStore(address.host, address.port, None, False, timedelta(seconds=timeout_s))
+    return dist.distributed_c10d.PrefixStore(address.prefix, store)
+
+
+def _whole_store() -> Any:
+    """The job's store without what launchers and PyTorch put before their keys, which other processes do not know."""
     default: Any = dist.distributed_c10d._get_default_store()
-    return dist.distributed_c10d.PrefixStore(prefix, default.clone())
+    return getattr(default, "_underlying_non_prefix_store", default)
+
+
+def _own_prefix(prefix: str) -> str:
+    """One that all ranks of this start have, and no other start on the same store."""
+    default: Any = dist.distributed_c10d._get_default_store()
+    own = with_prefix(prefix, default)
+    return f"{prefix}/{own.compare_set('start', '', uuid.uuid4().hex[:12]).decode()}"
 
 
 @marked(Mark.STORE)

@@ -5,6 +5,7 @@ import math
 import os
 import uuid
 from collections import deque
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ class CallExchanges:
     def __init__(self, report_dir: Path) -> None:
         self._report_dir = report_dir
         self._own_keys: set[str] = set()
+        self._name = self._number = ""
 
     def before_start(self, strategy: Any) -> Exchange:
         """The exchange before there is a process group."""
@@ -70,12 +72,18 @@ class CallExchanges:
         if world_size == 1:
             return MemoryExchange()
         name = "ncclsafe" if _start is None else f"ncclsafe/{_start}"
-        store = TcpStoreExchange(stores.own_connection(name), prefix=f"{next(_calls)}/")
+        self._name, self._number = name, str(next(_calls))
+        store = TcpStoreExchange(stores.own_connection(name), prefix=f"{self._number}/")
         self._own_keys = store.published
         # A rank that begins a call has seen all ranks finish the call before, so that no rank reads older keys.
         while len(_published) > 1:
             store.forget(_published.popleft())
         return FallbackExchange(store, self._files(_name_of_run(store)))
+
+    def keys(self) -> stores.Address | None:
+        """Where another process finds the keys of this call on the job's store; None if it cannot."""
+        found = stores.own_address(self._name) if self._name else None
+        return replace(found, prefix=f"{found.prefix}/{self._number}") if found is not None else None
 
     def close(self) -> None:
         """The call has ended: one of the next calls deletes the keys of this rank."""

@@ -22,6 +22,7 @@ from lightning_ncclsafe.guard.leaving import is_orderly
 from lightning_ncclsafe.guard.restarts import follow_plan, incident_before
 from lightning_ncclsafe.guard.shared import Place
 from lightning_ncclsafe.guard.thresholds import limits_words
+from lightning_ncclsafe.guard.witness import Witness
 from lightning_ncclsafe.loggers.offload import drain_all, live_facts
 from lightning_ncclsafe.probes.process import stacks
 from lightning_ncclsafe.probes.process.caught import CaughtExceptions
@@ -44,6 +45,8 @@ _printed_watch = ""
 _incidents = IncidentNumbers()
 # The other ranks of this host, known before they reach the next call.
 _met: dict[int, RankInfo] = {}
+# For all calls: a process beside this one, if no other rank of its host is there.
+_witness = Witness()
 # For all calls, too: a caught exception that ended one call may explain where this rank is in the next.
 _caught = CaughtExceptions(process_groups.is_communication_error)
 
@@ -189,6 +192,7 @@ class GuardedCall:
         self._safely(self._group_timeouts.restore)
         self._safely(self.features.detach_timer)
         self._leaving(lambda guard: guard.close())
+        _witness.end()
         # Not before: another Trainer may run within this call.
         self._exchanges.close()
         interrupted, self._interrupted = self._interrupted, None
@@ -253,6 +257,9 @@ class GuardedCall:
             return
         exchange = self._exchanges.once_started(place.world_size)
         self._guard.connect(exchange)
+        if place.local_world_size == 1 < place.world_size and (keys := self._exchanges.keys()) is not None:
+            longest_s = self._limits.longest_s
+            _witness.begin(rank=place.rank, world_size=place.world_size, keys=keys, longest_s=longest_s)
         follow_plan(exchange, place, self._report_dir)
         self.features.connect(strategy, place, exchange)
         if place.world_size > 1 and not strategy.is_on_all_ranks:

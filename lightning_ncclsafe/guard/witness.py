@@ -1,0 +1,203 @@
+"""A process beside a rank that is alone on its host: it sees that rank from outside, as other ranks of a host would.
+
+Without it, nobody could tell why such a rank does not answer: whether its process is stopped, holds the GIL, or has
+ended, and how. It is no child of the rank, trains nothing, and has a connection of its own to the job's store. When the
+rank has died, it stays until the others have asked about it.
+"""
+
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+
+from lightning_ncclsafe._torch import stores
+from lightning_ncclsafe.exchange import ExchangeError, TcpStoreExchange, poll_interval_s
+from lightning_ncclsafe.facts import ENDED, IncidentKind, codec
+from lightning_ncclsafe.guard.ending import end_frozen
+from lightning_ncclsafe.guard.gathering import Gathering
+from lightning_ncclsafe.guard.shared import IncidentLog
+from lightning_ncclsafe.probes.host.resources import look_at
+from lightning_ncclsafe.probes.peers import Peers
+from lightning_ncclsafe.probes.process.growth import MemoryGrowth
+from lightning_ncclsafe.probes.rank_info import RankInfo, info_key
+
+# What Python and the dynamic linker need, and nothing that would make it a rank of the job.
+_KEPT = ("CONDA", "HOME", "LANG", "LC_", "LD_", "PATH", "PYTHON", "RES_OPTIONS", "TMPDIR", "VIRTUAL_ENV")
+# A program that waits for all of its children would wait for this one, too.
+_AS_NO_CHILD = "import os, sys; os.fork() and os._exit(0); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+_POLL_S, _POLLS_PER_S = 0.25, 1000.0
+# How long it waits for the next call of the Trainer: imports take seconds.
+_BETWEEN_CALLS_S = 60.0
+# From when the others reach their hard limit until they have left.
+_LEAVE_S = 60.0
+# Ranks that can end themselves have written their logs and left by then; a launcher may end them with the first.
+_OTHERS_END_S = 8.0
+_STDIN = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Call:
+    """One call of the Trainer, as its witness has to know it.
+
+    Attributes:
+        rank: The rank that is alone on its host.
+        world_size: Number of ranks.
+        keys: Where the keys of this call are.
+        stays_s: How long the witness stays when the rank's process has ended, in seconds.
+    """
+
+    rank: int
+    world_size: int
+    keys: stores.Address
+    stays_s: float
+
+
+class Witness:
+    """That process, as the rank beside it knows it: one for all calls of the Trainer, which starts with the first."""
+
+    def __init__(self) -> None:
+        self._socket: socket.socket | None = None
+
+    def begin(self, *, rank: int, world_size: int, keys: stores.Address, longest_s: float) -> None:
+        """A call begins: the rank has published its info.
+
+        Args:
+            keys: Where the keys of the call are.
+            longest_s: The longest time until the others end a run that is stuck, in seconds.
+        """
+        call = codec.encode(_Call(rank=rank, world_size=world_size, keys=keys, stays_s=longest_s + _LEAVE_S))
+        if not self._tell(call):
+            self._start()
+            self._tell(call)
+
+    def end(self) -> None:
+        """The call has ended; if no other one begins soon, the process ends as well."""
+        self._tell(b"")
+
+    def _tell(self, line: bytes) -> bool:
+        """Whether the process has been told, or is busy."""
+        if self._socket is None:
+            return False
+        try:
+            # A program may let the signal end it.
+            self._socket.send(line + b"\n", socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        return True
+
+    def _start(self) -> None:
+        environ = {name: value for name, value in os.environ.items() if name.startswith(_KEPT)}
+        environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+        self._socket, other_end = socket.socketpair()
+        with other_end:
+            # Whoever reads the output of a rank reads it until nobody is left who could write there.
+            subprocess.run(
+                [sys.executable, "-S", "-c", _AS_NO_CHILD, "-m", __name__],
+                env=environ,
+                stdin=other_end.fileno(),
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
+
+
+class _Attendance:
+    """The witness of one call.
+
+    Raises:
+        Exception: The store cannot be reached, or the rank has not published its info.
+    """
+
+    def __init__(self, call: _Call) -> None:
+        self._call = call
+        self._exchange = TcpStoreExchange(stores.connection_to(call.keys))
+        self._log = IncidentLog(self._exchange)
+        self._info = codec.decode(RankInfo, self._exchange.get_many([info_key(call.rank)])[info_key(call.rank)])
+        self._peers = Peers(growth=MemoryGrowth())
+        self._died_s: float | None = None
+
+    @property
+    def poll_s(self) -> float:
+        """Seconds between two looks at the store."""
+        return poll_interval_s(self._call.world_size, least_s=_POLL_S, polls_per_s=_POLLS_PER_S)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the job's store is gone, or the rank's process for so long that nobody asks any more."""
+        if (
+            self._died_s is None
+            and look_at(self._info.pid, rank=self._info.rank, started=self._info.started).state in ENDED
+        ):
+            self._died_s = time.monotonic()
+        has_stayed = self._died_s is not None and time.monotonic() - self._died_s > self._call.stays_s
+        return bool(self._exchange.lost) or has_stayed
+
+    def attend(self) -> None:
+        """Takes part in the next round, if there is one."""
+        # Its files are there once the rank has begun to watch itself.
+        self._peers.known = (self._info,)
+        entry = self._log.read()
+        if entry is None:
+            return
+        if entry.recovered_after_s is None:
+            with suppress(ExchangeError):
+                self._take_part(entry.incident.kind)
+        self._log.number += 1
+
+    def _take_part(self, kind: IncidentKind) -> None:
+        gathering = Gathering(
+            self._exchange,
+            round_number=self._log.number,
+            rank=self._call.rank,
+            world_size=self._call.world_size,
+            peers=(self._info,),
+            witness=self._peers.witness,
+        )
+        verdict = gathering.attend()
+        ends_run = verdict is not None and verdict.ends_run and kind is IncidentKind.TIMEOUT
+        if ends_run and verdict is not None and self._call.rank in verdict.frozen:
+            time.sleep(_OTHERS_END_S)
+            end_frozen((self._info,), lambda text: None)
+
+    def close(self) -> None:
+        """Closes the connection, and what is open of the rank's process."""
+        self._peers.close()
+        self._exchange.close()
+
+
+def _main() -> None:
+    """The process itself. Each line of its stdin is a call that begins, or empty when that has ended."""
+    # Ctrl-C is for the ranks.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.nice(19)
+    attendance: _Attendance | None = None
+    ended_s, rest, is_told = time.monotonic(), b"", True
+    while attendance is not None or (is_told and time.monotonic() - ended_s < _BETWEEN_CALLS_S):
+        poll_s = attendance.poll_s if attendance is not None else _POLL_S
+        if not is_told:
+            time.sleep(poll_s)
+        elif select.select([_STDIN], [], [], poll_s)[0]:
+            told = os.read(_STDIN, 1 << 16)
+            is_told = bool(told)
+            *lines, rest = (rest + told).split(b"\n")
+            if lines:
+                if attendance is not None:
+                    attendance.close()
+                ended_s, attendance = (
+                    time.monotonic(),
+                    _Attendance(codec.decode(_Call, lines[-1])) if lines[-1] else None,
+                )
+        if attendance is not None:
+            attendance.attend()
+            if attendance.is_over:
+                break
+
+
+if __name__ == "__main__":
+    _main()
