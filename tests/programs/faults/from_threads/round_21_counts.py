@@ -334,7 +334,7 @@ class Paced(LoggingNet):
 class Periodic(L.Callback):
     """Saves a checkpoint when so many seconds have gone by since the last one."""
 
-    def __init__(self, here: Here, every_s: float = 1.5) -> None:
+    def __init__(self, here: Here, every_s: float = 3.0) -> None:
         self.here, self.every_s = here, every_s
         self.saved_s = time.monotonic()
 
@@ -351,7 +351,7 @@ class Periodic(L.Callback):
 def checkpoint_by_the_clock_of_each_rank(here: Here) -> None:
     """The clock of one rank has begun to run earlier, and so it saves some steps before the others would."""
     if not here.is_hit:
-        time.sleep(0.8)  # Its host has had the index of all samples already; the others make theirs.
+        time.sleep(2.0)  # Its host has had the index of all samples already; the others make theirs.
     here.fit(net=Paced(here), data=rows(here, batches=30), callbacks=[Periodic(here)], max_epochs=1)
 
 
