@@ -12,6 +12,8 @@ import socket
 import subprocess
 import sys
 import time
+import weakref
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -25,11 +27,14 @@ from lightning_ncclsafe.probes.host.resources import look_at
 from lightning_ncclsafe.probes.peers import Peers
 from lightning_ncclsafe.probes.process.growth import MemoryGrowth
 from lightning_ncclsafe.probes.rank_info import RankInfo, info_key
+from lightning_ncclsafe.report.terminal import say_on_stderr
 
 # What Python and the dynamic linker need, and nothing that would make it a rank of the job.
 _KEPT = ("CONDA", "HOME", "LANG", "LC_", "LD_", "PATH", "PYTHON", "RES_OPTIONS", "TMPDIR", "VIRTUAL_ENV")
 # A program that waits for all of its children would wait for this one, too.
 _AS_NO_CHILD = "import os, sys; os.fork() and os._exit(0); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+# An interpreter without any import, from a slow file system.
+_STARTS_S = 10.0
 _POLL_S, _POLLS_PER_S = 0.25, 1000.0
 # How long it waits for the next call of the Trainer: imports take seconds.
 _BETWEEN_CALLS_S = 60.0
@@ -58,10 +63,15 @@ class _Call:
 
 
 class Witness:
-    """That process, as the rank beside it knows it: one for all calls of the Trainer, which starts with the first."""
+    """That process, as the rank beside it knows it: one for all calls of the Trainer, which starts with the first.
 
-    def __init__(self) -> None:
+    A rank is as well off without: if none can be started, that is printed once.
+    """
+
+    def __init__(self, say: Callable[[str], None] = say_on_stderr) -> None:
+        self._say = say
         self._socket: socket.socket | None = None
+        self._is_off = False
 
     def begin(self, *, rank: int, world_size: int, keys: stores.Address, longest_s: float) -> None:
         """A call begins: the rank has published its info.
@@ -71,39 +81,54 @@ class Witness:
             longest_s: The longest time until the others end a run that is stuck, in seconds.
         """
         call = codec.encode(_Call(rank=rank, world_size=world_size, keys=keys, stays_s=longest_s + _LEAVE_S))
-        if not self._tell(call):
+        if self._is_off or self._tell(call):
+            return
+        try:
             self._start()
-            self._tell(call)
+        except (OSError, subprocess.SubprocessError) as error:
+            self._is_off = True
+            why = f"no process can be started beside this rank, to see it from outside ({error})"
+            self._say(f"rank {rank}: {why}; training continues, but if this rank dies, the reason is unknown")
+        self._tell(call)
 
     def end(self) -> None:
         """The call has ended; if no other one begins soon, the process ends as well."""
         self._tell(b"")
 
     def _tell(self, line: bytes) -> bool:
-        """Whether the process has been told, or is busy."""
+        """Whether the process has been told, or is too busy to listen."""
         if self._socket is None:
             return False
         try:
-            # A program may let the signal end it.
+            # A program may have the signal end it.
             self._socket.send(line + b"\n", socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
         except BlockingIOError:
             return True
+        except BrokenPipeError:
+            self._socket.close()
         except OSError:
-            return False
-        return True
+            # The program has closed all descriptors, and this one may be another file now.
+            self._socket.detach()
+        else:
+            return True
+        self._socket = None
+        return False
 
     def _start(self) -> None:
         environ = {name: value for name, value in os.environ.items() if name.startswith(_KEPT)}
         environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
         self._socket, other_end = socket.socketpair()
+        weakref.finalize(self, self._socket.close)
         with other_end:
-            # Whoever reads the output of a rank reads it until nobody is left who could write there.
             subprocess.run(
-                [sys.executable, "-S", "-c", _AS_NO_CHILD, "-m", __name__],
+                # The last argument is for whoever lists processes.
+                [sys.executable, "-S", "-c", _AS_NO_CHILD, "-m", __name__, str(os.getpid())],
                 env=environ,
                 stdin=other_end.fileno(),
+                # Whoever reads the output of a rank reads it until nobody is left who could write there.
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
+                timeout=_STARTS_S,
             )
 
 

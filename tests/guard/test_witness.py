@@ -1,0 +1,183 @@
+"""The process beside a rank that is alone on its host; here that rank is a program that only sleeps."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+import torch.distributed as dist
+from polling import until
+
+from lightning_ncclsafe._torch import stores
+from lightning_ncclsafe.exchange import Exchange, MemoryExchange, SharedMemory, TcpStoreExchange
+from lightning_ncclsafe.facts import Incident, IncidentKind, ProcessFacts, codec
+from lightning_ncclsafe.guard import witness
+from lightning_ncclsafe.guard.gathering import Gathering
+from lightning_ncclsafe.guard.reporter import Verdict
+from lightning_ncclsafe.guard.shared import IncidentEntry
+from lightning_ncclsafe.guard.witness import Witness
+from lightning_ncclsafe.probes.rank_info import RankInfo, info_key
+
+SUSPECT = Verdict(incident=Incident(number=1, kind=IncidentKind.SUSPECT, opened_by=0), answer="because")
+LIMIT = Verdict(incident=Incident(number=2, kind=IncidentKind.TIMEOUT, opened_by=0), answer="because", frozen=(1,))
+# Imports of a process that is nice, on a busy machine.
+STARTS_S = 60.0
+
+
+def attended(exchange: MemoryExchange, looks: list[int]) -> Verdict | None:
+    """Takes part in a round for rank 1, which is one of two."""
+
+    def look(silent: object) -> list[ProcessFacts]:
+        looks.extend(peer.rank for peer in silent)  # type: ignore[attr-defined]
+        return [ProcessFacts(rank=rank, pid=7, state="stopped") for rank in looks]
+
+    peers = (RankInfo(rank=1, host="b", pid=7),)
+    return Gathering(exchange, round_number=3, rank=1, world_size=2, peers=peers, witness=look).attend()
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_rank_is_looked_at_if_it_does_not_answer(answers: bool) -> None:
+    shared, looks = SharedMemory(), list[int]()
+    exchange = MemoryExchange(shared)
+    if answers:
+        exchange.set("round/3/here/1", b"")
+    exchange.set("round/3/verdict", codec.encode(SUSPECT))
+    assert attended(exchange, looks) == SUSPECT
+    assert looks == ([] if answers else [1])
+    assert ("round/3/witness/1" in shared.values) == (not answers)
+    # It is no rank: the reporter waits for none but ranks, and what they have published is theirs.
+    assert not exchange.get_many(["round/3/seen/1"])
+
+
+class Beside:
+    """A program that sleeps, as the only rank of a host, and its witness; rank 0 is the test.
+
+    Attributes:
+        exchange: That of rank 0.
+    """
+
+    def __init__(self, said: list[str]) -> None:
+        self.rank = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"])
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.exchange: Exchange = TcpStoreExchange(dist.PrefixStore("job/0", self.store.clone()))
+        started = psutil.Process(self.rank.pid).create_time()
+        self.exchange.set(info_key(1), codec.encode(RankInfo(rank=1, host="b", pid=self.rank.pid, started=started)))
+        self.witness = Witness(said.append)
+
+    def begin(self, longest_s: float = 600.0) -> psutil.Process:
+        """Begins a call; returns the witness's process once it attends."""
+        keys = stores.Address(host="127.0.0.1", port=self.store.port, prefix="job/0")
+        self.witness.begin(rank=1, world_size=2, keys=keys, longest_s=longest_s)
+        found = until(lambda: next(processes(), None), within_s=STARTS_S)
+        assert found is not None
+        # It holds the rank's process.
+        assert until(lambda: "anon_inode:[pidfd]" in open_files(found), within_s=STARTS_S)
+        return found
+
+    def ask(self, number: int, verdict: Verdict) -> ProcessFacts:
+        """What the witness says in a round, with the verdict on it."""
+        self.exchange.set(f"round/{number}/verdict", codec.encode(verdict))
+        self.exchange.set(f"log/{number}", codec.encode(IncidentEntry(incident=verdict.incident)))
+        key = f"round/{number}/witness/1"
+        found = until(lambda: self.exchange.get_many([key]).get(key), within_s=STARTS_S)
+        return codec.decode(ProcessFacts, found)
+
+
+def processes() -> Iterator[psutil.Process]:
+    """Witnesses beside this process."""
+    for one in psutil.process_iter():
+        with suppress(psutil.Error):
+            if one.cmdline()[1:] == ["-m", witness.__name__, str(os.getpid())]:
+                yield one
+
+
+def open_files(process: psutil.Process) -> list[str]:
+    with suppress(OSError):
+        folder = f"/proc/{process.pid}/fd"
+        return [os.readlink(f"{folder}/{name}") for name in os.listdir(folder)]
+    return []
+
+
+def has_ended(process: psutil.Process) -> Callable[[], bool]:
+    return lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.fixture
+def said() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def beside(said: list[str]) -> Iterator[Beside]:
+    made = Beside(said)
+    yield made
+    made.rank.kill()
+    made.rank.wait()
+    for one in processes():
+        one.kill()
+
+
+def test_how_a_rank_that_was_alone_has_ended(beside: Beside) -> None:
+    process = beside.begin()
+    # Nobody who waits for the rank's children, or for the end of its output, waits for it.
+    assert process.ppid() != os.getpid()
+    assert {os.readlink(f"/proc/{process.pid}/fd/{number}") for number in (1, 2)} == {os.devnull}
+    assert "LOCAL_RANK" not in process.environ()
+    beside.rank.send_signal(signal.SIGSTOP)
+    assert beside.ask(0, SUSPECT).state == "stopped"
+    beside.rank.kill()
+    beside.rank.wait()
+    ended = beside.ask(1, SUSPECT)
+    assert (ended.rank, ended.pid, ended.state) == (1, beside.rank.pid, "gone")
+    # It attends as long as the others may ask, and no longer.
+    beside.store = None  # type: ignore[assignment]
+    beside.exchange.close()
+    assert until(has_ended(process), within_s=STARTS_S)
+
+
+def test_a_frozen_rank_is_killed_at_the_limit(beside: Beside) -> None:
+    beside.begin()
+    beside.rank.send_signal(signal.SIGSTOP)
+    assert beside.ask(0, LIMIT).state == "stopped"
+    assert beside.ask(1, replace(LIMIT, ends_run=True)).state == "stopped"
+    assert beside.rank.wait(STARTS_S) == -signal.SIGKILL
+
+
+def test_the_next_call_has_the_same_witness_which_ends_with_the_program(beside: Beside) -> None:
+    process = beside.begin()
+    beside.witness.end()
+    assert beside.begin() == process
+    assert beside.ask(0, SUSPECT).state == "sleeping"
+    beside.witness.end()
+    beside.witness = Witness()
+    assert until(has_ended(process), within_s=STARTS_S)
+
+
+def test_one_that_cannot_be_started_is_done_without(said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    one = Witness(said.append)
+    keys = stores.Address(host="127.0.0.1", port=1, prefix="job/0")
+    for _ in range(2):
+        one.begin(rank=1, world_size=2, keys=keys, longest_s=1.0)
+    one.end()
+    (line,) = said
+    assert line.startswith("rank 1: no process can be started beside this rank")
+    assert "/nowhere/python" in line
+
+
+def test_a_program_that_closes_all_descriptors_keeps_its_files(tmp_path: Path) -> None:
+    one, (inner, other) = Witness(), socket.socketpair()
+    one._socket, number = inner, inner.fileno()
+    with (tmp_path / "own").open("wb") as own, other:
+        os.dup2(own.fileno(), number)
+        one.end()
+        os.write(number, b"mine")
+    assert (tmp_path / "own").read_bytes() == b"mine"
+    os.close(number)
