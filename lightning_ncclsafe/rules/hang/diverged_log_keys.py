@@ -1,6 +1,5 @@
 """The cause diverged-log-keys: ranks log different keys with self.log that are reduced between ranks."""
 
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import takewhile
@@ -35,6 +34,7 @@ from lightning_ncclsafe.rules.kit import (
     others_wait,
     out_of_data_first,
     positions,
+    ranks_by,
     ranks_words,
     shift,
     stack_of,
@@ -353,9 +353,8 @@ def _logging_finding(view: Timeline, ranks: tuple[int, ...], text: str, place: s
 
 def _key_evidence(view: Timeline) -> Iterator[Evidence]:
     """The keys that ranks have logged, one line for all ranks with the same keys."""
-    alike: dict[tuple[str, ...], list[int]] = defaultdict(list)
-    for rank, facts in sorted(view.facts.items()):
-        alike[tuple(key.name for key in facts.steps.logged)].append(rank)
+    logged = {rank: tuple(key.name for key in facts.steps.logged) for rank, facts in sorted(view.facts.items())}
+    alike = ranks_by(logged)
     for names, ranks in list(alike.items())[:_LISTED]:
         listed = ", ".join(map(repr, names[:_LISTED])) + (", …" if len(names) > _LISTED else "")
         text = f"{capitalised(ranks_words(ranks))} {verb(ranks, 'has', 'have')} logged {listed or 'nothing'} together."

@@ -1,7 +1,6 @@
 """The cause failed-rank: a rank raised an exception, which ended it."""
 
 import re
-from collections import defaultdict
 from collections.abc import Iterator
 
 from lightning_ncclsafe.code.libraries import AFTER_EXCEPTION, ALL_OF_LIGHTNING
@@ -32,6 +31,7 @@ from lightning_ncclsafe.rules.kit import (
     is_in,
     joined,
     location_of,
+    ranks_by,
     ranks_words,
     short_location,
     short_place,
@@ -91,15 +91,13 @@ def failed_rank(view: Timeline) -> Iterator[Finding]:
         An exception that the user's own code catches and swallows: it is mentioned beside other causes if it was seen.
         If more than 16 different exceptions were raised, the remaining ones.
     """
-    by_place: dict[tuple[str, str], list[int]] = defaultdict(list)
     # What different collectives have made of each other's data is a consequence.
     is_consequence = has_misread_sizes(view) or (view.divergence is not None and all_garbled(view))
-    for rank in view.raised if not is_consequence else ():
-        by_place[type_and_place(view.facts[rank])].append(rank)
-    for ranks in [*by_place.values()][:_MOST]:
-        yield _finding(view, tuple(ranks))
-    for rank, raised in [*view.raised_outside.items()][:_MOST]:
-        yield _outside(view, rank, raised)
+    raised = {rank: type_and_place(view.facts[rank]) for rank in view.raised}
+    for ranks in [*ranks_by(raised).values()][:_MOST] if not is_consequence else ():
+        yield _finding(view, ranks)
+    for rank, exception in [*view.raised_outside.items()][:_MOST]:
+        yield _outside(view, rank, exception)
 
 
 def _outside(view: Timeline, rank: int, raised: ExceptionFacts) -> Finding:

@@ -40,6 +40,7 @@ from lightning_ncclsafe.rules.kit import (
     gathering_alone,
     gloo_abort_words,
     group_words,
+    grouped,
     hang_rule,
     is_in,
     is_of_fsdp,
@@ -128,14 +129,10 @@ def mismatched_collective(view: Timeline) -> Iterator[Finding]:
 
 
 def _roots_finding(view: Timeline, different: DifferentRoots) -> Finding:
-    by_root: dict[int, list[int]] = {}
-    for rank, root in different.roots.items():
-        by_root.setdefault(root, []).append(rank)
+    by_root = grouped(different.roots)
     call = different.calls[min(different.calls)]
-    named = ", ".join(f"{ranks_words([root])} on {ranks_words(ranks)}" for root, ranks in sorted(by_root.items()))
-    most = max(by_root.values(), key=len)
-    has_majority = 2 * len(most) > len(different.roots)
-    ranks = tuple(sorted(rank for rank in different.roots if not has_majority or rank not in most))
+    named = ", ".join(f"{ranks_words([root])} on {ranks_words(ranks)}" for root, ranks in sorted(by_root.parts))
+    ranks = by_root.deviating
     text = (
         f"{ranks_words(sorted(different.calls))} have called {collective_words(call)} of "
         f"{group_words(different.group)} with different roots: {named}. It can never complete: {others_wait(view)}."

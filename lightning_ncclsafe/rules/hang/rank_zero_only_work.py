@@ -1,6 +1,5 @@
 """The cause rank-zero-only-work: one rank works alone while the others have moved on."""
 
-from collections import defaultdict
 from collections.abc import Iterator
 
 from lightning_ncclsafe.facts import ELSE
@@ -33,6 +32,7 @@ from lightning_ncclsafe.rules.kit import (
     is_before_first_batch,
     location_of,
     place_words,
+    ranks_by,
     ranks_words,
     recorder_evidence,
     silent_finding,
@@ -118,10 +118,7 @@ def rank_zero_only_work(view: Timeline) -> Iterator[Finding]:
     if alone and 2 * len(alone) <= len(view.facts):
         is_certain = conditioned and view.waiting
         # Each condition has led its ranks to other work.
-        by_condition: dict[str, list[int]] = defaultdict(list)
-        for rank in alone:
-            by_condition[view.activities[rank].rank_condition].append(rank)
-        for ranks in map(tuple, by_condition.values()):
+        for ranks in ranks_by({rank: view.activities[rank].rank_condition for rank in alone}).values():
             yield _finding(view, ranks, Confidence.CERTAIN if is_certain else _confidence_without(view, ranks))
 
 

@@ -20,6 +20,7 @@ from lightning_ncclsafe.rules.kit import (
     hang_rule,
     joined,
     out_of_data_first,
+    ranks_by,
     ranks_words,
     recorder_evidence,
     skips_steps,
@@ -247,14 +248,14 @@ def _at(view: Timeline, rank: int) -> str:
 
 
 def _evidence(view: Timeline, early: tuple[int, ...], places: list[str], did: str) -> Iterator[Evidence]:
-    alike: dict[str, list[int]] = {}
+    seen: dict[int, str] = {}
     for rank in sorted(view.facts, key=lambda rank: rank not in early):
         trainer = _trainer(view, rank)
         stopping = sorted(_STOPPING.intersection(trainer.callbacks))
         can = f"; its {' and '.join(stopping)} can stop it" if stopping else ""
-        alike.setdefault(f"{batch_words(view.facts[rank].progress)}, {_at(view, rank)}{can}", []).append(rank)
+        seen[rank] = f"{batch_words(view.facts[rank].progress)}, {_at(view, rank)}{can}"
     for place in places:
         yield Evidence(source="source code", text=f"{place} may have {did}.")
-    for words, ranks in list(alike.items())[:16]:
+    for words, ranks in list(ranks_by(seen).items())[:16]:
         text = f"{capitalised(ranks_words(ranks))}: {words}."
         yield Evidence(source="trainer", rank=ranks[0] if len(ranks) == 1 else None, text=text)

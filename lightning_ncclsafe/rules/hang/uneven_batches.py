@@ -9,7 +9,6 @@ from lightning_ncclsafe.rules.kit import (
     Finding,
     LeftLoop,
     Plan,
-    Position,
     Severity,
     Timeline,
     batch_words,
@@ -25,6 +24,7 @@ from lightning_ncclsafe.rules.kit import (
     others_wait,
     out_of_data_first,
     positions,
+    ranks_by,
     ranks_words,
     recorder_evidence,
     short_place,
@@ -235,10 +235,8 @@ def _lengths(view: Timeline) -> dict[int, int]:
 
 
 def _evidence(view: Timeline) -> Iterator[Evidence]:
-    alike: dict[tuple[Position, int | None], list[int]] = {}
     lengths = _lengths(view)
-    for rank, position in positions(view).items():
-        alike.setdefault((position, lengths.get(rank)), []).append(rank)
+    alike = ranks_by({rank: (position, lengths.get(rank)) for rank, position in positions(view).items()})
     for (position, length), ranks in sorted(alike.items(), key=lambda item: item[1])[:16]:
         has = f"; its loader has {length} batches" if length is not None else ""
         text = f"{capitalised(ranks_words(ranks))}: {batch_words(view.facts[ranks[0]].progress)}{has}."

@@ -1,7 +1,6 @@
 """The cause unmatched-p2p: ranks wait for sends and receives that do not match each other."""
 
 import itertools
-from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
 from lightning_ncclsafe.code.libraries import MODULE_CALLS
@@ -33,6 +32,7 @@ from lightning_ncclsafe.rules.kit import (
     peer_of,
     peer_waited_for,
     place_words,
+    ranks_by,
     ranks_words,
     send_recv_pairs,
     sole_receiver,
@@ -274,9 +274,7 @@ def _no_sender(view: Timeline, rank: int) -> Finding:
 
 
 def _finding(view: Timeline, sides: tuple[int, ...]) -> Finding:
-    places: dict[str, list[int]] = defaultdict(list)
-    for rank in sides:
-        places[place_words(view.activities[rank].frame)].append(rank)
+    places = ranks_by({rank: place_words(view.activities[rank].frame) for rank in sides})
     parts = [f"{clause(ranks, 'waits|wait')} {place}" for place, ranks in places.items()]
     batch = batch_words(view.facts[sides[0]].progress)
     first = f"{', '.join(parts)}, {batch}, for sends or receives that never complete: none matches the other side."

@@ -25,12 +25,13 @@ from lightning_ncclsafe.rules.kit.gloo_aborts import (
     size_bytes,
 )
 from lightning_ncclsafe.rules.kit.landmarks import Kind, condition_around
+from lightning_ncclsafe.rules.kit.parts import minority
 from lightning_ncclsafe.rules.kit.purpose import unit_of, unit_words
 from lightning_ncclsafe.rules.kit.rule import once
 from lightning_ncclsafe.rules.kit.sentences import phase_evidence, stack_evidence, where_words
 from lightning_ncclsafe.rules.kit.shifts import shift
 from lightning_ncclsafe.rules.kit.silent_ranks import is_gone
-from lightning_ncclsafe.rules.kit.timeline import Divergence, Timeline, minority, stack_of
+from lightning_ncclsafe.rules.kit.timeline import Divergence, Timeline, stack_of
 from lightning_ncclsafe.rules.kit.user_lines import called_at
 from lightning_ncclsafe.rules.kit.waits import condition_of, is_of_wait, out_of_step, under_rank_condition
 from lightning_ncclsafe.rules.kit.wording import (
@@ -99,7 +100,7 @@ def odd_sizes(view: Timeline, split: Divergence) -> tuple[int, ...]:
     if not overrun or len(different) != 2:
         return culprits(view, split)
     smaller, larger = sorted(different, key=lambda variant: size_bytes(variant[0]))
-    return tuple(larger[1]) if len(larger[1]) < len(smaller[1]) + len(overrun) else tuple(smaller[1])
+    return larger[1] if len(larger[1]) < len(smaller[1]) + len(overrun) else smaller[1]
 
 
 def all_garbled(view: Timeline) -> bool:

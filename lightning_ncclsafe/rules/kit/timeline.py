@@ -2,10 +2,9 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain
 
 from lightning_ncclsafe.facts import (
     Collective,
@@ -21,6 +20,7 @@ from lightning_ncclsafe.rules.kit.activity import Activity, activity, is_unrecor
 from lightning_ncclsafe.rules.kit.exception_messages import with_consequence
 from lightning_ncclsafe.rules.kit.file_locks import LockWait, lock_waits, with_lock
 from lightning_ncclsafe.rules.kit.landmarks import Kind
+from lightning_ncclsafe.rules.kit.parts import minority, ranks_by
 from lightning_ncclsafe.rules.kit.rule import Rules, View, once, view_of
 from lightning_ncclsafe.rules.kit.wording import numel
 
@@ -81,13 +81,6 @@ class GroupView:
         return () if seq is None else tuple(sorted(rank for rank, last in self.enqueued.items() if last < seq))
 
 
-def minority(parts: Iterable[Sequence[int]]) -> tuple[int, ...]:
-    """The ranks that are not in the largest of these parts, ascending; empty if no part is larger than all others."""
-    largest, *others = sorted(parts, key=len, reverse=True) or [()]
-    is_larger = not others or len(others[0]) < len(largest)
-    return tuple(sorted(chain.from_iterable(others))) if is_larger else ()
-
-
 @dataclass(frozen=True, slots=True)
 class Divergence:
     """The first sequence number of a group at which ranks called different collectives.
@@ -103,11 +96,9 @@ class Divergence:
     calls: dict[int, Collective]
 
     @property
-    def variants(self) -> list[tuple[Collective, list[int]]]:
+    def variants(self) -> list[tuple[Collective, tuple[int, ...]]]:
         """The different calls, each with the ranks that made it, the most frequent first."""
-        alike: dict[object, list[int]] = defaultdict(list)
-        for rank, call in sorted(self.calls.items()):
-            alike[signature(call)].append(rank)
+        alike = ranks_by({rank: signature(call) for rank, call in sorted(self.calls.items())})
         return [(self.calls[ranks[0]], ranks) for ranks in sorted(alike.values(), key=lambda who: (-len(who), who))]
 
     @property

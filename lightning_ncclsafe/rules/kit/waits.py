@@ -4,7 +4,6 @@ What the Flight Recorder shows of different calls is in ``divergences``.
 """
 
 import re
-from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -15,8 +14,9 @@ from lightning_ncclsafe.rules.kit.activity import is_open_p2p, outstanding_p2p
 from lightning_ncclsafe.rules.kit.caught_exceptions import except_block_words, handling_exception, raised_at
 from lightning_ncclsafe.rules.kit.frames import deepest_user_frame, depth_passed, inside_trainer, is_in
 from lightning_ncclsafe.rules.kit.landmarks import condition_around, is_landmark
+from lightning_ncclsafe.rules.kit.parts import minority, ranks_by
 from lightning_ncclsafe.rules.kit.rule import once
-from lightning_ncclsafe.rules.kit.timeline import Signature, Timeline, minority, signature, stack_of
+from lightning_ncclsafe.rules.kit.timeline import Signature, Timeline, signature, stack_of
 from lightning_ncclsafe.rules.kit.user_lines import in_own_call
 from lightning_ncclsafe.rules.kit.wording import call_words, under_words
 
@@ -55,12 +55,10 @@ def different_waits(view: Timeline) -> DifferentWaits | None:
         return None
     if any(inspection is None or inspection.moved is not False for inspection in inspections):
         return None
-    by_path: dict[object, list[int]] = defaultdict(list)
-    for rank in view.waiting:
-        by_path[_path_to_wait(view.facts[rank].stack)].append(rank)
+    by_path = ranks_by({rank: _path_to_wait(view.facts[rank].stack) for rank in view.waiting})
     if len(by_path) < 2:
         return None
-    calls = tuple(sorted(map(tuple, by_path.values()), key=lambda ranks: (-len(ranks), ranks)))
+    calls = tuple(sorted(by_path.values(), key=lambda ranks: (-len(ranks), ranks)))
     handling = handling_exception(view, view.waiting)
     if handling and len(handling) < len(view.waiting):
         first = handling[min(handling)]

@@ -1,6 +1,5 @@
 """The cause dead-rank, in a log: a launcher reports that a signal ended a rank's process."""
 
-from collections import defaultdict
 from collections.abc import Iterator
 
 from lightning_ncclsafe.facts import StatementKind
@@ -13,6 +12,7 @@ from lightning_ncclsafe.rules.kit import (
     capitalised,
     clause,
     finding,
+    ranks_by,
     ranks_words,
     recorded_rule,
 )
@@ -71,14 +71,12 @@ def dead_rank(view: Timeline) -> Iterator[Finding]:
         Who sent a SIGKILL: launchers also send one to a process that does not end after SIGTERM. Which rank it was, if
         the launcher names no process, or only the command of the one that it started last.
     """
-    alike: dict[int, list[int]] = defaultdict(list)
-    for rank in died(view):
-        alike[fatal_signal_of(view, rank)].append(rank)
+    alike = ranks_by({rank: fatal_signal_of(view, rank) for rank in died(view)})
     if raised(view):
         # Processes that were ended later were ended because of that.
         return
     for code, ranks in alike.items():
-        yield _finding(view, code, tuple(ranks))
+        yield _finding(view, code, ranks)
     if not failed(view):
         yield from _nameless(view) if _killed(view) else _lost(view)
 

@@ -160,7 +160,7 @@ def _words(call: Collective) -> str:
     return f"{call_words(call)}{at_words(call_site(call))}"
 
 
-def _evidence(view: Timeline, variants: list[tuple[Collective, list[int]]]) -> Iterator[Evidence]:
+def _evidence(view: Timeline, variants: list[tuple[Collective, tuple[int, ...]]]) -> Iterator[Evidence]:
     for call, who in variants[:_LISTED]:
         record = view.facts[who[0]].record
         if record is not None and not record.has_dump:

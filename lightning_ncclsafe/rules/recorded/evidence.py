@@ -1,6 +1,5 @@
 """The words and the evidence of findings about recordings: what ranks wait in and have called, and lines of logs."""
 
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
@@ -21,6 +20,7 @@ from lightning_ncclsafe.rules.kit import (
     open_collectives,
     other_end,
     purpose_words,
+    ranks_by,
     ranks_words,
     verb,
 )
@@ -87,10 +87,8 @@ def one_element_evidence(calls: Iterable[Collective]) -> Iterable[Evidence]:
 
 def waiting_words(calls: Mapping[int, Collective]) -> str:
     """``"ranks 0-1, 3 wait in all_reduce (…)"``, equal waits together; empty if nobody waits."""
-    alike: dict[str, list[int]] = defaultdict(list)
     words = Words()
-    for rank, call in sorted(calls.items()):
-        alike[words.of(call)].append(rank)
+    alike = ranks_by({rank: words.of(call) for rank, call in sorted(calls.items())})
     ordered = sorted(alike.items(), key=lambda item: (item[0].startswith(_UNKNOWN_CALL), -len(item[1]), item[1]))
     parts = [f"{clause(who, 'waits|wait in')} {what}" for what, who in ordered[:_VARIANTS]]
     if len(ordered) > _VARIANTS:
@@ -130,11 +128,8 @@ def consequence_evidence(found: Iterable[Root]) -> Iterator[Evidence]:
 
 def counters_evidence(view: Timeline, group: GroupView) -> Iterable[Evidence]:
     """The positions of a group's ranks, equal positions together."""
-    alike: dict[tuple[int, int], list[int]] = defaultdict(list)
-    for rank in group.enqueued:
-        own = next((one for one in view.facts[rank].groups if one.name == group.name), None)
-        if own is not None:
-            alike[(own.last_enqueued, own.last_completed)].append(rank)
+    own = {rank: one for rank in group.enqueued for one in view.facts[rank].groups if one.name == group.name}
+    alike = ranks_by({rank: (one.last_enqueued, one.last_completed) for rank, one in own.items()})
     for (enqueued, completed), ranks in sorted(alike.items())[:8]:
         text = f"{capitalised(ranks_words(ranks))}: last called {enqueued:,}, last completed {completed:,}"
         yield Evidence(source="counters", text=f"{text}, in {group_words(group.name)}.")

@@ -1,10 +1,9 @@
 """The cause failed-rank, in a log: a rank raised an exception, which ended it."""
 
 import re
-from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
-from lightning_ncclsafe.facts import ExceptionFacts, StatementKind
+from lightning_ncclsafe.facts import ExceptionFacts, RankFacts, StatementKind
 from lightning_ncclsafe.rules.hang.failed_rank import is_told_as_exception
 from lightning_ncclsafe.rules.kit import (
     Confidence,
@@ -16,6 +15,7 @@ from lightning_ncclsafe.rules.kit import (
     exception_place,
     finding,
     location_of,
+    ranks_by,
     ranks_words,
     recorded_rule,
     type_and_place,
@@ -74,14 +74,9 @@ def failed_rank(view: Timeline) -> Iterator[Finding]:
     Cannot see:
         Whether the rank's own code caught the exception and continued; which rank it was if the log does not say.
     """
-    alike: dict[tuple[tuple[str, str], str], list[int]] = defaultdict(list)
-    for rank in raised(view):
-        exception = view.facts[rank].exception
-        # Without a place, only what they say shows whether they are the same.
-        what = _NUMBERS.sub("", exception.message)[:_COMPARED] if exception is not None and not exception.stack else ""
-        alike[type_and_place(view.facts[rank]), what].append(rank)
+    alike = ranks_by({rank: (type_and_place(view.facts[rank]), _placeless(view.facts[rank])) for rank in raised(view)})
     for ranks in alike.values():
-        yield _finding(view, tuple(ranks))
+        yield _finding(view, ranks)
     unnamed = [exception for exception in view.job.unnamed if not exception.is_consequence]
     for exception in unnamed:
         yield _unnamed(view, exception)
@@ -92,6 +87,12 @@ def failed_rank(view: Timeline) -> Iterator[Finding]:
             yield from _ended_nameless(view)
             yield from _lost_its_worker(view)
             yield from _in_nccl(view)
+
+
+def _placeless(facts: RankFacts) -> str:
+    """What an exception without a place says: only that shows whether it is the same as another one."""
+    exception = facts.exception
+    return _NUMBERS.sub("", exception.message)[:_COMPARED] if exception is not None and not exception.stack else ""
 
 
 def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
