@@ -27,6 +27,7 @@ from lightning_ncclsafe.rules.kit import (
     has_given_up,
     hook_words,
     innermost_action,
+    inside_trainer,
     is_gone,
     is_on_gloo,
     left_in_order,
@@ -37,7 +38,6 @@ from lightning_ncclsafe.rules.kit import (
     short_place,
     signal_of,
     status_of,
-    trainer_start,
     verb,
     while_others_wait,
 )
@@ -267,7 +267,7 @@ def _finding(
 def _place(view: Timeline, ranks: tuple[int, ...]) -> Frame | None:
     """The one user line that they were at, which faulthandler writes on a fatal signal; else None."""
     stacks = [process.stack for rank in ranks if (process := view.witnesses.get(rank)) is not None]
-    frames = {deepest_user_frame(stack[trainer_start(stack) :]) for stack in stacks}
+    frames = {deepest_user_frame(inside_trainer(stack)) for stack in stacks}
     return frames.pop() if len(frames) == 1 else None
 
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import takewhile
 from typing import NamedTuple
 
 from lightning_ncclsafe.code.libraries import EVALUATION_LOOPS, LOGGED_VALUES, LOGGED_VALUES_READ, METRIC_GATHER
@@ -17,6 +16,7 @@ from lightning_ncclsafe.rules.kit import (
     Timeline,
     aborted_elsewhere,
     aborted_words,
+    below_user,
     call_evidence,
     call_location,
     capitalised,
@@ -29,6 +29,7 @@ from lightning_ncclsafe.rules.kit import (
     inside_trainer,
     is_before,
     is_in,
+    is_in_action,
     joined,
     location_of,
     others_wait,
@@ -101,8 +102,7 @@ def diverged_log_keys(view: Timeline) -> Iterator[Finding]:
 
 def _reads(facts: RankFacts) -> bool:
     """Whether the user's code reads logged values, as in ``trainer.callback_metrics``, which reduces them."""
-    below = takewhile(lambda frame: not frame.user, reversed(facts.stack))
-    return is_in(LOGGED_VALUES_READ, tuple(below))
+    return is_in(LOGGED_VALUES_READ, below_user(facts.stack))
 
 
 def _by_keys(view: Timeline, reducing: tuple[int, ...]) -> Iterator[Finding]:
@@ -249,7 +249,7 @@ def _is_named(metric: MetricFacts, name: str) -> bool:
 
 
 def _entries_finding(view: Timeline, syncing: tuple[int, ...], metric: MetricFacts) -> Finding:
-    others = tuple(rank for rank in sorted(view.facts) if rank not in set(syncing))
+    others = view.besides(syncing)
     few = min(syncing, others, key=len)
     ranks = tuple(few) if len(syncing) != len(others) else tuple(sorted(view.facts))
     states = " and ".join(map(repr, metric.by_entry[:_LISTED]))
@@ -270,12 +270,11 @@ def _is_past(view: Timeline, odd: _UncommonKey) -> bool:
     """Whether the ranks that lack the key have left the hook that logs it, in that batch or in a later one."""
     places = positions(view)
     first = min(places[rank] for rank in odd.having)
-    left = (places[rank] >= first and not _is_in(view.facts[rank], odd.key.hook) for rank in odd.lacking)
+    left = (
+        places[rank] >= first and not is_in_action(view.facts[rank].progress, f".{odd.key.hook}")
+        for rank in odd.lacking
+    )
     return all(left)
-
-
-def _is_in(facts: RankFacts, hook: str) -> bool:
-    return any(action.name.endswith(f".{hook}") for action in facts.progress.actions)
 
 
 def _finding(view: Timeline, odd: _UncommonKey) -> Finding:

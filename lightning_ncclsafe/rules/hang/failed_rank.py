@@ -28,6 +28,7 @@ from lightning_ncclsafe.rules.kit import (
     finding,
     hang_rule,
     has_misread_sizes,
+    inside_trainer,
     is_in,
     joined,
     location_of,
@@ -35,7 +36,6 @@ from lightning_ncclsafe.rules.kit import (
     ranks_words,
     short_location,
     short_place,
-    trainer_start,
     type_and_place,
     under_words,
     while_others_wait,
@@ -206,7 +206,7 @@ def _line_in_worker(message: str) -> Frame | None:
 def _called_from(facts: RankFacts, frame: Frame) -> str:
     """The hook that Lightning called, if the error is in a function below it; else empty."""
     stack = facts.exception.stack if facts.exception else ()
-    hook = next((item for item in stack[trainer_start(stack) :] if item.user), frame)
+    hook = next((item for item in inside_trainer(stack) if item.user), frame)
     return f", called from {hook.function}" if hook.function != frame.function else ""
 
 

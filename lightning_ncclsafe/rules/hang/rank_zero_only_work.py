@@ -167,7 +167,7 @@ def _finding(view: Timeline, ranks: tuple[int, ...], confidence: Confidence) -> 
     condition = f" {under_words(doing.rank_condition)}" if doing.rank_condition else ""
     who = f"{clause(ranks, 'is|are working alone')}{condition}"
     # A rank that waits for a file of these is in no collective.
-    others = tuple(rank for rank in sorted(view.facts) if rank not in ranks)
+    others = view.besides(ranks)
     text = f"{who} {where_words(view, ranks[0])}{while_others_wait(view, ranks)}."
     if not view.waiting:
         waits = clause(others, "waits|wait by itself|themselves")

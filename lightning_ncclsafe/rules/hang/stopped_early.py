@@ -83,7 +83,7 @@ def stopped_early(view: Timeline) -> Iterator[Finding]:
     """
     early = out_of_data_first(view)
     trainers = {rank: facts.trainer for rank, facts in view.facts.items() if facts.trainer is not None}
-    others = tuple(rank for rank in sorted(view.facts) if rank not in set(early))
+    others = view.besides(early)
     if not early or trainers.keys() != view.facts.keys() or had_fewer_batches(view, early):
         return
     ends = {trainers[rank].end for rank in early}

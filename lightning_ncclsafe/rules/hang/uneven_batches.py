@@ -83,7 +83,7 @@ def uneven_batches(view: Timeline) -> Iterator[Finding]:
 
 
 def _finding(view: Timeline, short: tuple[int, ...]) -> Finding:
-    others = tuple(rank for rank in sorted(view.facts) if rank not in set(short))
+    others = view.besides(short)
     lengths = _lengths(view)
     is_stopped = _is_stopped(view, short)
     is_inspected = any(facts.inspection is not None for facts in view.facts.values())
@@ -137,7 +137,7 @@ def _line_evidence(place: str) -> Iterator[Evidence]:
 
 def _loop_finding(view: Timeline, left: LeftLoop) -> Finding:
     """Without a Trainer no batches are counted; the source shows the loop that ranks are in."""
-    others = tuple(rank for rank in sorted(view.facts) if rank not in left.ranks)
+    others = view.besides(left.ranks)
     loop, where = f"`{left.loop.code}` (line {left.loop.line})", f"{location_of(left.loop)}."
     text = (
         f"{clause(left.ranks, 'has|have left')} the loop {loop} in which {clause(others, 'is|are still')}: "

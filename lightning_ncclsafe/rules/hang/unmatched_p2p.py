@@ -88,7 +88,7 @@ def unmatched_p2p(view: Timeline) -> Iterator[Finding]:
         return
     sides = tuple(rank for rank in view.waiting if _waits_for_peer(view, rank))
     # A rank that still works, or one that is gone, may be the other side.
-    if set(view.waiting) != set(view.facts) or view.silent or view.raised:
+    if not view.all_wait:
         return
     if len(sides) > 1:
         yield _finding(view, sides)

@@ -1,6 +1,5 @@
 """The cause worker-died: a process that works for a rank was killed or failed, and the rank waits for it."""
 
-import itertools
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -17,6 +16,7 @@ from lightning_ncclsafe.rules.kit import (
     Timeline,
     at_words,
     batch_words,
+    below_user,
     clause,
     duration_words,
     exception_evidence,
@@ -28,6 +28,7 @@ from lightning_ncclsafe.rules.kit import (
     is_in,
     location_of,
     memory_evidence,
+    message_of,
     says_shm_is_full,
     short_of_memory,
     short_place,
@@ -122,7 +123,7 @@ def worker_died(view: Timeline) -> Iterator[Finding]:
 
 
 def _worker_message(facts: RankFacts) -> re.Match[str] | None:
-    return _DIED.search(facts.exception.message) if facts.exception is not None else None
+    return _DIED.search(message_of(facts))
 
 
 def _named(facts: RankFacts, pids: str) -> Iterator[EndedProcess]:
@@ -152,8 +153,7 @@ def _waits_for_a_process(facts: RankFacts) -> bool:
 
 def _waits_for_users_process(facts: RankFacts) -> bool:
     """Whether it waits for a process of the user's; torch's loader watches its own workers and raises if one dies."""
-    inner = itertools.takewhile(lambda frame: not frame.user, reversed(facts.stack))
-    return _waits_for_a_process(facts) and not is_in(DATALOADER, inner)
+    return _waits_for_a_process(facts) and not is_in(DATALOADER, below_user(facts.stack))
 
 
 def _raised(view: Timeline, pids: dict[int, str], signal: str, confidence: Confidence) -> Finding:

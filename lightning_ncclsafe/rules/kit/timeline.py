@@ -16,7 +16,7 @@ from lightning_ncclsafe.facts import (
     ProcessFacts,
     RankFacts,
 )
-from lightning_ncclsafe.rules.kit.activity import Activity, activity, is_unrecorded, open_collectives
+from lightning_ncclsafe.rules.kit.activity import Activity, activity, is_unrecorded, open_collectives, waits_in_init
 from lightning_ncclsafe.rules.kit.exception_messages import with_consequence
 from lightning_ncclsafe.rules.kit.file_locks import LockWait, lock_waits, with_lock
 from lightning_ncclsafe.rules.kit.landmarks import Kind
@@ -188,6 +188,11 @@ class Timeline(View):
         return tuple(rank for rank in sorted(self.facts) if self.waits(rank))
 
     @cached_property
+    def all_wait(self) -> bool:
+        """Whether every rank has answered and waits for peers: none works, and none has raised by itself."""
+        return len(self.waiting) == len(self.facts) and not self.silent
+
+    @cached_property
     def each_waits_alone(self) -> bool:
         """Whether every rank has answered, none waits for peers or works, and some wait outside of their loaders."""
         doing = self.activities.values()
@@ -198,8 +203,7 @@ class Timeline(View):
     @cached_property
     def awaits_joining(self) -> bool:
         """Whether a rank waits for others in ``init_process_group``."""
-        names = (action.name for facts in self.facts.values() for action in facts.progress.actions)
-        return "init_process_group" in names
+        return any(map(waits_in_init, self.facts.values()))
 
     @cached_property
     def raised(self) -> tuple[int, ...]:
@@ -259,6 +263,10 @@ class Timeline(View):
     def finished(self) -> tuple[int, ...]:
         """Answering ranks that are past the end of the Trainer, ascending."""
         return tuple(rank for rank, doing in sorted(self.activities.items()) if doing.kind is Kind.FINISHED)
+
+    def besides(self, ranks: Iterable[int]) -> tuple[int, ...]:
+        """The ranks that have answered, without these, ascending."""
+        return tuple(sorted(self.facts.keys() - {*ranks}))
 
     def waiting_besides(self, ranks: Iterable[int]) -> tuple[int, ...]:
         """The ranks that wait, without these."""

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from lightning_ncclsafe.code.libraries import DISTRIBUTED, LOGGED_VALUES, MODEL_CHECKPOINT
 from lightning_ncclsafe.facts import ELSE, PAST, Collective, Frame, RankFacts
-from lightning_ncclsafe.rules.kit.activity import is_open_p2p, outstanding_p2p
+from lightning_ncclsafe.rules.kit.activity import is_in_action, is_open_p2p, outstanding_p2p
 from lightning_ncclsafe.rules.kit.caught_exceptions import except_block_words, handling_exception, raised_at
 from lightning_ncclsafe.rules.kit.frames import deepest_user_frame, depth_passed, inside_trainer, is_in
 from lightning_ncclsafe.rules.kit.landmarks import condition_around, is_landmark
@@ -51,7 +51,7 @@ class DifferentWaits:
 def different_waits(view: Timeline) -> DifferentWaits | None:
     """In which calls inspected ranks wait; None if they wait in the same one, or one works, moves or is silent."""
     inspections = [facts.inspection for facts in view.facts.values()]
-    if view.silent or view.raised or len(view.waiting) < len(inspections):
+    if not view.all_wait:
         return None
     if any(inspection is None or inspection.moved is not False for inspection in inspections):
         return None
@@ -186,7 +186,7 @@ def sole_receiver(view: Timeline) -> int | None:
 
     A condition on the rank around it explains nothing: both a send and its receive are under one.
     """
-    if {*view.waiting} != {*view.facts} or view.silent or view.raised:
+    if not view.all_wait:
         return None
     alone = [rank for rank in view.waiting if view.activities[rank].collective is None]
     facts = view.facts[alone[0]] if len(alone) == 1 else None
@@ -231,8 +231,7 @@ def _why_only_some(view: Timeline, rank: int) -> str:
     """Why only some ranks reach the place where this one is; empty if nothing shows that."""
     if condition := condition_of(view, rank):
         return under_words(condition)
-    actions = view.facts[rank].progress.actions if rank in view.facts else ()
-    in_prepare_data = any(action.name.endswith(".prepare_data") for action in actions)
+    in_prepare_data = rank in view.facts and is_in_action(view.facts[rank].progress, ".prepare_data")
     return "in prepare_data, which Lightning calls on one rank of each host" if in_prepare_data else ""
 
 

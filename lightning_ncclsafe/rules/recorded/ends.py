@@ -3,7 +3,11 @@
 import re
 
 from lightning_ncclsafe.facts import ExceptionFacts
-from lightning_ncclsafe.rules.kit import Timeline, has_given_up
+from lightning_ncclsafe.rules.kit import (
+    Timeline,
+    has_given_up,
+    message_of,
+)
 
 # The watchdog aborts ranks that wait (-6), and a launcher sends SIGTERM to all others (-15).
 FATAL = {
@@ -58,7 +62,8 @@ def raised(view: Timeline) -> tuple[int, ...]:
 
     A line with the name of an exception, without a traceback, does not explain a signal that a launcher reports.
     """
-    return tuple(rank for rank in view.raised if not _is_misled(view, rank) and not _is_line(view, rank))
+    others = {*misled(view)}
+    return tuple(rank for rank in view.raised if rank not in others and not _is_line(view, rank))
 
 
 def _is_line(view: Timeline, rank: int) -> bool:
@@ -68,12 +73,7 @@ def _is_line(view: Timeline, rank: int) -> bool:
 
 def misled(view: Timeline) -> tuple[int, ...]:
     """Ranks that tried to allocate an impossible amount of memory: they took other data for a length."""
-    return tuple(rank for rank in view.raised if _is_misled(view, rank))
-
-
-def _is_misled(view: Timeline, rank: int) -> bool:
-    exception = view.facts[rank].exception
-    return exception is not None and _ABSURD.search(exception.message) is not None
+    return tuple(rank for rank in view.raised if _ABSURD.search(message_of(view.facts[rank])))
 
 
 def failed_in_nccl(view: Timeline) -> tuple[int, ...]:

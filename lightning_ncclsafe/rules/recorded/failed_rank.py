@@ -15,6 +15,7 @@ from lightning_ncclsafe.rules.kit import (
     exception_place,
     finding,
     location_of,
+    message_of,
     ranks_by,
     ranks_words,
     recorded_rule,
@@ -160,7 +161,7 @@ def _ended_first(view: Timeline) -> Iterator[Finding]:
 def _lost_its_worker(view: Timeline) -> Iterator[Finding]:
     """SIGTERM ended a worker, as when a job is stopped, and the log is about no other rank."""
     for rank, facts in view.facts.items():
-        message = facts.exception.message if facts.exception is not None else ""
+        message = message_of(facts)
         if len(view.facts) == 1 and not a_timeout_expired(view) and _ENDED_WORKER.search(message):
             yield finding(
                 view,
@@ -177,8 +178,7 @@ def _in_nccl(view: Timeline) -> Iterator[Finding]:
     ranks = failed_in_nccl(view)
     if not ranks or a_timeout_expired(view) or died(view) or stated(view, *_OF_PEERS):
         return
-    exception = view.facts[ranks[0]].exception
-    message = _cut(exception.message) if exception is not None else ""
+    message = _cut(message_of(view.facts[ranks[0]]))
     yield finding(
         view,
         ranks,

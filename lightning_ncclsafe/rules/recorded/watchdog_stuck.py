@@ -45,7 +45,7 @@ def watchdog_stuck(view: Timeline) -> Iterator[Finding]:
 
 
 def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
-    others = tuple(rank for rank in sorted(view.facts) if rank not in ranks)
+    others = view.besides(ranks)
     times = {record.stuck_s for rank in ranks if (record := view.facts[rank].record) is not None}
     up_to = "up to " if len(times) > 1 else ""
     text = f"NCCL's watchdog made no progress on {ranks_words(ranks)} for {up_to}{duration_words(max(times))}"

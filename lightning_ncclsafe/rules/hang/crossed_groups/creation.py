@@ -49,10 +49,9 @@ def created_differently(view: Timeline) -> Finding | None:
     made = {rank: facts.steps.groups_made for rank, facts in view.facts.items()}
     # Creating a group waits for the others; a rank that works may merely be late for it.
     making = tuple(rank for rank in view.waiting if is_in(GROUP_CREATION, view.facts[rank].stack))
-    all_wait = set(view.waiting) == set(view.facts) and not view.silent and not view.raised
-    if making and all_wait and min(made.values()) >= 0 and len({*made.values()}) > 1:
+    if making and view.all_wait and min(made.values()) >= 0 and len({*made.values()}) > 1:
         return _in_different_numbers(view, making, made)
-    if making and all_wait and len({*made.values()}) == 1:
+    if making and view.all_wait and len({*made.values()}) == 1:
         # The number of the last one: the default group is number 0.
         name = str(made[making[0]] - 1)
         apart = _members_apart(view, name, making)

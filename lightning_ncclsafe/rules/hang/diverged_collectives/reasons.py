@@ -30,10 +30,10 @@ from lightning_ncclsafe.rules.kit import (
     location_of,
     others_wait,
     out_of_data_first,
+    outside_trainer,
     place_words,
     ranks_words,
     shift,
-    trainer_start,
     under_words,
     verb,
     waiting_outside_trainer,
@@ -64,9 +64,8 @@ def _called_alone(view: Timeline) -> Finding | None:
     if not conditions:
         return None
     ranks, condition = tuple(sorted(conditions)), next(iter(conditions.values()))
-    stack = view.facts[ranks[0]].stack
-    caller = deepest_user_frame(stack[: trainer_start(stack) or None])
-    others = tuple(rank for rank in sorted(view.facts) if rank not in ranks)
+    caller = deepest_user_frame(outside_trainer(view.facts[ranks[0]].stack))
+    others = view.besides(ranks)
     elsewhere = f" {capitalised(ranks_words(others))} {verb(others, 'is', 'are')} in another call." if others else ""
     text = (
         f"{clause(ranks, 'has|have called the Trainer alone')}"
@@ -165,7 +164,7 @@ def _more_passes(view: Timeline) -> Finding | None:
 def _monitored_key(view: Timeline) -> Finding | None:
     """Some ranks wait in a callback that the others skip because they have not logged the key that it monitors."""
     having = tuple(rank for rank in view.waiting if is_in(MONITORS, view.facts[rank].stack))
-    lacking = tuple(rank for rank in sorted(view.facts) if rank not in having)
+    lacking = view.besides(having)
     if not having or not lacking or view.raised or view.working(view.facts) or out_of_data_first(view):
         return None
     logged = {rank: {key.name for key in facts.steps.monitored} for rank, facts in view.facts.items()}

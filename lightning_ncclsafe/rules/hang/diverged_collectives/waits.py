@@ -98,7 +98,7 @@ def _waiting_apart(view: Timeline) -> tuple[int, ...]:
     Empty if one of them waits in the same call as a rank outside: then it only reads a result there.
     """
     is_unread = any(waits_for_silent_device(view.facts[rank]) for rank in view.waiting)
-    if not is_unread or view.silent or len(view.waiting) < len(view.facts):
+    if not is_unread or not view.all_wait:
         return ()
     apart = tuple(sorted(under_rank_condition(view, view.waiting)))
     own, others = (
