@@ -16,6 +16,7 @@ from lightning_ncclsafe.rules.kit import (
     ranks_words,
     recorded_rule,
 )
+from lightning_ncclsafe.rules.recorded.calls import record_of
 from lightning_ncclsafe.rules.recorded.ends import (
     FATAL,
     a_timeout_expired,
@@ -87,10 +88,10 @@ def _killed(view: Timeline) -> LogStatements:
     A process whose watchdog is stuck is ended by PyTorch: that may be the one that has ended in an unknown way. If all
     ranks have given up before, a process may end in any way, but memory runs out for a reason of its own.
     """
-    records = [facts.record for facts in view.facts.values()]
-    all_gave_up = view.job.is_sized and sum(bool(one and one.waited_ms) for one in records) == view.job.world_size
+    records = [*map(record_of, view.facts.values())]
+    all_gave_up = view.job.is_sized and sum(bool(one.waited_ms) for one in records) == view.job.world_size
     ends = [one for one in stated(view, StatementKind.ENDED) if not all_gave_up or one.detail in _OF_MEMORY]
-    is_stuck = any(facts.record is not None and facts.record.stuck_s for facts in view.facts.values())
+    is_stuck = any(one.stuck_s for one in records)
     return LogStatements(
         one for one in ends if fatal_signal(one.exit_code) or (one.exit_code is None and (one.ranks or not is_stuck))
     )

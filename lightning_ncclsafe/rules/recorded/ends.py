@@ -8,6 +8,7 @@ from lightning_ncclsafe.rules.kit import (
     has_given_up,
     message_of,
 )
+from lightning_ncclsafe.rules.recorded.calls import record_of
 
 # The watchdog aborts ranks that wait (-6), and a launcher sends SIGTERM to all others (-15).
 FATAL = {
@@ -37,8 +38,7 @@ def is_error(code: int | None) -> bool:
 
 def fatal_signal_of(view: Timeline, rank: int) -> int:
     """The fatal signal that ended this rank, negative; 0 if there was none."""
-    record = view.facts[rank].record
-    return fatal_signal(record.exit_code) if record is not None else 0
+    return fatal_signal(record_of(view.facts[rank]).exit_code)
 
 
 def died(view: Timeline) -> tuple[int, ...]:
@@ -46,7 +46,7 @@ def died(view: Timeline) -> tuple[int, ...]:
 
     A rank whose own watchdog had given up before had waited for others: its end follows from that.
     """
-    records = {rank: facts.record for rank, facts in sorted(view.facts.items()) if facts.record is not None}
+    records = {rank: record_of(facts) for rank, facts in sorted(view.facts.items())}
     first = {view.facts[rank].host for rank, record in records.items() if record.ended_first}
     return tuple(
         rank
@@ -95,6 +95,4 @@ def failed(view: Timeline) -> tuple[int, ...]:
 
 def a_timeout_expired(view: Timeline) -> bool:
     """Whether a rank's own timeout had expired: connections lost after that are consequences."""
-    return any(
-        (facts.record is not None and facts.record.waited_ms) or has_given_up(facts) for facts in view.facts.values()
-    )
+    return any(record_of(facts).waited_ms or has_given_up(facts) for facts in view.facts.values())

@@ -18,13 +18,12 @@ from lightning_ncclsafe.rules.kit import (
     location_of,
     numel,
     open_collectives,
-    other_end,
     purpose_words,
     ranks_by,
     ranks_words,
     verb,
 )
-from lightning_ncclsafe.rules.recorded.calls import members_of
+from lightning_ncclsafe.rules.recorded.calls import end_of, record_of
 from lightning_ncclsafe.rules.recorded.root import Root
 
 NO_LONGER_TIMEOUT = (
@@ -111,7 +110,7 @@ def waiting_on_peers(view: Timeline, ranks: Iterable[int]) -> dict[int, Collecti
     found: dict[int, Collective] = {}
     for rank, facts in view.facts.items():
         for call in facts.collectives:
-            end = other_end(call, members_of(view, call)) if call.is_p2p and not call.completed else None
+            end = end_of(view, call) if not call.completed else None
             if end is not None and end[1] in awaited and rank not in awaited:
                 found.setdefault(rank, call)
     return found
@@ -152,7 +151,8 @@ def finished_evidence(view: Timeline, ranks: Iterable[int]) -> Iterator[Evidence
         yield Evidence(source="log", rank=0, text=f"`Trainer.fit` stopped: {view.job.log.finished}.")
 
 
-def log_evidence(facts: RankFacts, most: int = 1) -> Iterable[Evidence]:
-    """The most important lines of a rank's log."""
-    for line in (facts.record.lines if facts.record else ())[:most]:
-        yield Evidence(source="log", rank=facts.rank, text=line)
+def log_evidence(view: Timeline, ranks: Iterable[int], most: int = 1) -> Iterator[Evidence]:
+    """The most important lines of these ranks' logs, so many of each."""
+    for rank in ranks:
+        for line in record_of(view.facts[rank]).lines[:most]:
+            yield Evidence(source="log", rank=rank, text=line)

@@ -21,6 +21,7 @@ from lightning_ncclsafe.rules.kit import (
     recorded_rule,
     type_and_place,
 )
+from lightning_ncclsafe.rules.recorded.calls import record_of
 from lightning_ncclsafe.rules.recorded.ends import a_timeout_expired, died, failed_in_nccl, is_error, raised
 from lightning_ncclsafe.rules.recorded.evidence import exception_in_log, waited_words
 from lightning_ncclsafe.rules.recorded.statements import LogStatements, compared, stated
@@ -122,8 +123,7 @@ def _remedy(name: str, at: str, what: str) -> str:
 
 def _ended(view: Timeline, rank: int) -> bool:
     """Whether a launcher says that an error of its own has ended this rank."""
-    record = view.facts[rank].record
-    return record is not None and is_error(record.exit_code)
+    return is_error(record_of(view.facts[rank]).exit_code)
 
 
 def _is_in_vain(view: Timeline, rank: int) -> bool:
@@ -135,7 +135,8 @@ def _ended_first(view: Timeline) -> Iterator[Finding]:
     """A launcher reports that a rank was the first to fail, or one of several, by an error that no log shows."""
     codes: dict[int, int] = {}
     for rank, facts in sorted(view.facts.items()):
-        code = facts.record.exit_code if facts.record is not None and facts.record.ended_first else None
+        record = record_of(facts)
+        code = record.exit_code if record.ended_first else None
         if code is not None and is_error(code) and facts.exception is None and not _is_in_vain(view, rank):
             codes[rank] = code
     ranks, words = tuple(codes), " or ".join(map(str, sorted(set(codes.values()))))
@@ -197,8 +198,7 @@ def _ended_nameless(view: Timeline) -> Iterator[Finding]:
     several = tuple(rank for rank in sorted(view.facts) if _ended(view, rank) and not _is_in_vain(view, rank))
     if not ends and not several:
         return
-    records = [record for rank in several if (record := view.facts[rank].record) is not None]
-    codes = {one.exit_code for one in ends} | {one.exit_code for one in records}
+    codes = {one.exit_code for one in ends} | {record_of(view.facts[rank]).exit_code for rank in several}
     who = f"{ranks_words(several)} ended" if several else "a process ended"
     which = "which of them was the first" if several else "which rank it was"
     by = f" ({ends.details[0]})" if ends.details else ""
