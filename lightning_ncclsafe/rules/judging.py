@@ -38,7 +38,6 @@ def judge(job: JobFacts, rules: Sequence[Rule[Any]] = HANG_RULES) -> Diagnosis:
     A rule that fails never hides the answers of the others: it is named in ``unanswered``.
 
     Args:
-        job: The facts of all ranks that answered.
         rules: The rules to ask.
     """
     asked, job = job, with_common_paths(job)

@@ -23,6 +23,7 @@ from lightning_ncclsafe.rules.kit import (
     clause,
     condition_of,
     ended_process_evidence,
+    evidence_about,
     finding,
     gloo_abort_words,
     hang_rule,
@@ -357,4 +358,4 @@ def _key_evidence(view: Timeline) -> Iterator[Evidence]:
     for names, ranks in list(alike.items())[:_LISTED]:
         listed = ", ".join(map(repr, names[:_LISTED])) + (", …" if len(names) > _LISTED else "")
         text = f"{capitalised(ranks_words(ranks))} {verb(ranks, 'has', 'have')} logged {listed or 'nothing'} together."
-        yield Evidence(source="logger", rank=ranks[0] if len(ranks) == 1 else None, text=text)
+        yield evidence_about(ranks, "logger", text)

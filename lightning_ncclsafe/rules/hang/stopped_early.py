@@ -15,6 +15,7 @@ from lightning_ncclsafe.rules.kit import (
     capitalised,
     clause,
     different_counts,
+    evidence_about,
     finding,
     had_fewer_batches,
     hang_rule,
@@ -258,4 +259,4 @@ def _evidence(view: Timeline, early: tuple[int, ...], places: list[str], did: st
         yield Evidence(source="source code", text=f"{place} may have {did}.")
     for words, ranks in list(ranks_by(seen).items())[:16]:
         text = f"{capitalised(ranks_words(ranks))}: {words}."
-        yield Evidence(source="trainer", rank=ranks[0] if len(ranks) == 1 else None, text=text)
+        yield evidence_about(ranks, "trainer", text)

@@ -15,6 +15,7 @@ from lightning_ncclsafe.rules.kit import (
     batches_through_epoch,
     capitalised,
     clause,
+    evidence_about,
     finding,
     had_fewer_batches,
     hang_rule,
@@ -241,4 +242,4 @@ def _evidence(view: Timeline) -> Iterator[Evidence]:
         has = f"; its loader has {length} batches" if length is not None else ""
         text = f"{capitalised(ranks_words(ranks))}: {batch_words(view.facts[ranks[0]].progress)}{has}."
         last = " This was its last batch." if position.stage == 1 else ""
-        yield Evidence(source="phase", rank=ranks[0] if len(ranks) == 1 else None, text=text + last)
+        yield evidence_about(ranks, "phase", text + last)

@@ -6,7 +6,7 @@ from typing import TypeVar
 
 from lightning_ncclsafe.facts import DataFacts, JobFacts, LoaderFacts
 from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding, Severity
-from lightning_ncclsafe.rules.kit.parts import Groups, grouped
+from lightning_ncclsafe.rules.kit.parts import Groups, evidence_about, grouped
 from lightning_ncclsafe.rules.kit.rule import Rules, View
 from lightning_ncclsafe.rules.kit.wording import capitalised, counted, plural, ranks_words
 
@@ -242,11 +242,7 @@ def count_words(unit: str) -> Callable[[int | None], str]:
 def value_evidence(groups: Groups[_T], words: Callable[[_T], str] = value_words) -> tuple[Evidence, ...]:
     """One line for each value, with its ranks."""
     return tuple(
-        Evidence(
-            source="loader",
-            rank=ranks[0] if len(ranks) == 1 else None,
-            text=f"{capitalised(ranks_words(ranks))}: {words(value)}.",
-        )
+        evidence_about(ranks, "loader", f"{capitalised(ranks_words(ranks))}: {words(value)}.")
         for value, ranks in groups.parts[:_EVIDENCE]
     )
 

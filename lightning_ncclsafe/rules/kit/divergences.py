@@ -25,7 +25,7 @@ from lightning_ncclsafe.rules.kit.gloo_aborts import (
     size_bytes,
 )
 from lightning_ncclsafe.rules.kit.landmarks import Kind, condition_around
-from lightning_ncclsafe.rules.kit.parts import minority
+from lightning_ncclsafe.rules.kit.parts import evidence_about, minority
 from lightning_ncclsafe.rules.kit.purpose import unit_of, unit_words
 from lightning_ncclsafe.rules.kit.rule import once
 from lightning_ncclsafe.rules.kit.sentences import phase_evidence, stack_evidence, where_words
@@ -169,7 +169,7 @@ def call_evidence(split: Divergence) -> Iterator[Evidence]:
     """One line for each different call, with its number."""
     for call, who in split.variants[:_LISTED]:
         text = f"{capitalised(ranks_words(who))} called {collective_words(call)}."
-        yield Evidence(source="flight recorder", rank=who[0] if len(who) == 1 else None, text=text)
+        yield evidence_about(who, "flight recorder", text)
 
 
 def condition_evidence(view: Timeline, ranks: Iterable[int]) -> Iterator[Evidence]:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Generic, TypeVar
 
+from lightning_ncclsafe.facts.findings import Evidence
+
 _T = TypeVar("_T")
 
 
@@ -15,6 +17,11 @@ def ranks_by(values: Mapping[int, _T]) -> dict[_T, tuple[int, ...]]:
     for rank, value in values.items():
         alike[value].append(rank)
     return {value: tuple(ranks) for value, ranks in alike.items()}
+
+
+def evidence_about(ranks: Sequence[int], source: str, text: str) -> Evidence:
+    """Evidence that these ranks have in common; a rank's own if there is only one."""
+    return Evidence(source=source, rank=ranks[0] if len(ranks) == 1 else None, text=text)
 
 
 def minority(parts: Iterable[Sequence[int]]) -> tuple[int, ...]:

@@ -65,7 +65,6 @@ def finding(
     """Builds a rule's finding; the rule's name, and its remedy if none is given, come from the declaration.
 
     Args:
-        view: The job.
         ranks: The ranks that cause it.
         summary: The answer in a sentence; its first letter becomes a capital one.
         confidence: How sure this is.
@@ -116,7 +115,6 @@ def straggler_finding(
     …."``
 
     Args:
-        view: The job.
         ranks: The ranks that the others wait for.
         words: What they do, for one and for many: ``"is|are paused in a debugger"``; see :func:`clause`.
         then: What follows these words.

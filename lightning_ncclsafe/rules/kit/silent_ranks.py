@@ -39,10 +39,6 @@ def silent_processes(view: Timeline, reason: Reason) -> Iterator[tuple[int, Proc
     """Silent ranks whose process exists and does not answer for this reason, each with its process.
 
     Ranks that have not reached their Trainer have no guard that could answer; they are left out if they may be working.
-
-    Args:
-        view: The job.
-        reason: The reason.
     """
     for rank in view.silent:
         process = view.witnesses.get(rank)
@@ -96,9 +92,6 @@ def silent_finding(
     """The finding about one silent rank.
 
     Args:
-        view: The job.
-        rank: The rank.
-        process: Its process.
         words: What it is, following "Rank 3 is".
         confidence: How sure this is.
         remedy: What to do, if that depends on the facts.

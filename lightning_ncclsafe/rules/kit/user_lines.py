@@ -234,7 +234,6 @@ def decision(view: Timeline, location: str) -> DecidingBranches | None:
     """The branches that may have led to a call that only some ranks have made; None if none is known.
 
     Args:
-        view: The job.
         location: The user's line from which some ranks call it, or have called it.
     """
     if not location:

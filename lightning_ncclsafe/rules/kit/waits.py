@@ -272,8 +272,6 @@ def skipped_call(view: Timeline, rank: int, *, of_any_group: bool = False) -> tu
     A step lasts from one call of the collective that the rank is in to the next.
 
     Args:
-        view: The job.
-        rank: The rank.
         of_any_group: Whether calls in groups other than the one that it waits in count as well.
     """
     if rank not in view.facts:

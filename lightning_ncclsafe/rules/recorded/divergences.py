@@ -19,6 +19,7 @@ from lightning_ncclsafe.rules.kit import (
     call_words,
     capitalised,
     collective_words,
+    evidence_about,
     finding,
     group_words,
     numel,
@@ -168,8 +169,7 @@ def _evidence(view: Timeline, variants: list[tuple[Collective, tuple[int, ...]]]
             yield from log_evidence(view, who[:1])
         else:
             words = described(call) if call.stack else collective_words(call)
-            rank = who[0] if len(who) == 1 else None
-            yield Evidence(source="flight recorder", rank=rank, text=f"{capitalised(ranks_words(who))} called {words}.")
+            yield evidence_about(who, "flight recorder", f"{capitalised(ranks_words(who))} called {words}.")
     lengths = misled(view)
     if lengths:
         text = f"{capitalised(ranks_words(lengths))} {verb(lengths, 'has', 'have')} taken other data for a length"
