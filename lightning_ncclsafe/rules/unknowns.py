@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 
 from lightning_ncclsafe.facts import IncidentKind, JobFacts, NotRecorded, UnrecordedGroup
-from lightning_ncclsafe.rules.kit import Timeline, capitalised, group_words, ranks_words, timeline, verb
+from lightning_ncclsafe.rules.kit import Timeline, capitalised, clause, group_words, ranks_words, timeline, verb
 from lightning_ncclsafe.rules.recorded.calls import has_dumps, has_logs, has_moved, record_of
 
 _SURVIVALS = 8
@@ -103,7 +103,7 @@ def _elsewhere(view: Timeline) -> Iterator[str]:
     ranks = view.job.elsewhere
     if ranks:
         yield (
-            f"{capitalised(ranks_words(ranks))} {verb(ranks, 'was', 'were')} not inspected: inspect all processes of "
+            f"{capitalised(clause(ranks, 'was|were'))} not inspected: inspect all processes of "
             "the job, on every host with --output DIR, and join the hosts with ncclsafe diagnose DIR."
         )
 

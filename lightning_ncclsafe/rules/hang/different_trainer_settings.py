@@ -83,15 +83,15 @@ def different_trainer_settings(view: Timeline) -> Iterator[Finding]:
 
 def _changed_at(view: Timeline, ranks: tuple[int, ...], differing: dict[str, dict[int, str]]) -> str:
     """The only line that may have changed such a setting of one of these ranks during training; empty if unknown."""
-    known = (view.facts[rank].trainer for rank in ranks if rank in view.facts)
-    trainers = (one for one in known if one is not None and _may_be_it(one, differing))
+    known = (view.trainers[rank] for rank in ranks if rank in view.trainers)
+    trainers = (one for one in known if _may_be_it(one, differing))
     lines = {line for trainer in trainers for line in trainer.ended_at}
     return lines.pop() if len(lines) == 1 else ""
 
 
 def _given_at(view: Timeline, differing: dict[str, dict[int, str]]) -> str:
     """The only line of the user's that may have given such a setting different values; empty if unknown."""
-    trainers = [facts.trainer for facts in view.facts.values() if facts.trainer is not None]
+    trainers = view.trainers.values()
     # What has changed during training was given its value elsewhere.
     if any(differing.keys() & trainer.changed.keys() for trainer in trainers):
         return ""
@@ -106,7 +106,7 @@ def _may_be_it(trainer: TrainerFacts, differing: dict[str, dict[int, str]]) -> b
 
 def _narrowed(view: Timeline, odd: tuple[int, ...]) -> tuple[int, ...]:
     """Of these ranks, those whose collectives differ in size: the settings of ranks that are gone are unknown."""
-    split = view.divergence or view.lost_divergence
+    split = view.any_divergence
     few = odd_sizes(view, split) if split is not None and overrun_ranks(view, split) else ()
     return few if few and {*few} < {*odd} else odd
 
@@ -114,8 +114,8 @@ def _narrowed(view: Timeline, odd: tuple[int, ...]) -> tuple[int, ...]:
 def _differing(view: Timeline) -> dict[str, dict[int, str]]:
     """Each setting that differs between ranks, with the value of each rank."""
     by_name: dict[str, dict[int, str]] = defaultdict(dict)
-    trainers = {rank: facts.trainer for rank, facts in sorted(view.facts.items()) if facts.trainer is not None}
-    by_rank = {rank: trainer.settings for rank, trainer in trainers.items()}
+    trainers = view.trainers
+    by_rank = {rank: trainer.settings for rank, trainer in sorted(trainers.items())}
     early = out_of_data_first(view)
     # A rank that changed its settings stopped early; otherwise those that changed theirs continue.
     if early and not any(trainers[rank].changed for rank in early if rank in trainers):

@@ -335,7 +335,6 @@ def _undecided(view: Timeline, reducing: tuple[int, ...]) -> Finding:
 
 
 def _logging_finding(view: Timeline, ranks: tuple[int, ...], text: str, place: str, confidence: Confidence) -> Finding:
-    split = view.divergence
     return finding(
         view,
         ranks,
@@ -344,7 +343,7 @@ def _logging_finding(view: Timeline, ranks: tuple[int, ...], text: str, place: s
         location=place or call_location(view, ranks),
         evidence=(
             *_key_evidence(view),
-            *(call_evidence(split) if split is not None else ()),
+            *call_evidence(view.divergence),
             *where_evidence(view, view.waiting),
         ),
         remedy=_REMEDY if confidence is not Confidence.POSSIBLE else _REMEDY + _DECIDES,
@@ -357,5 +356,5 @@ def _key_evidence(view: Timeline) -> Iterator[Evidence]:
     alike = ranks_by(logged)
     for names, ranks in list(alike.items())[:_LISTED]:
         listed = ", ".join(map(repr, names[:_LISTED])) + (", …" if len(names) > _LISTED else "")
-        text = f"{capitalised(ranks_words(ranks))} {verb(ranks, 'has', 'have')} logged {listed or 'nothing'} together."
+        text = f"{capitalised(clause(ranks, 'has|have'))} logged {listed or 'nothing'} together."
         yield evidence_about(ranks, "logger", text)

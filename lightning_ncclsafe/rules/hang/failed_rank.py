@@ -139,7 +139,7 @@ def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
         location=named_at or location_of(line),
         evidence=(
             *(item for rank in ranks[:8] for item in exception_evidence(view.facts[rank])),
-            *(call_evidence(split) if split is not None else ()),
+            *call_evidence(split),
         ),
         remedy=_REMEDIES.get(name, f"Correct the {name}{at}; the other ranks are ended because of it."),
     )
@@ -147,7 +147,7 @@ def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
 
 def _other_data(view: Timeline, ranks: tuple[int, ...]) -> Divergence | None:
     """Different collectives that these ranks have completed with the others before they raised."""
-    split = view.divergence or view.lost_divergence
+    split = view.any_divergence
     calls = [split.calls.get(rank) for rank in ranks] if split is not None else []
     is_before = all(call is not None and call.completed and not is_in(AFTER_EXCEPTION, call.stack) for call in calls)
     return split if is_before else None

@@ -112,7 +112,7 @@ def mismatched_collective(view: Timeline) -> Iterator[Finding]:
     Cannot see:
         Sizes that may differ by design (all_to_all, scatter); what a rank called before its process ended.
     """
-    split = view.divergence or view.lost_divergence
+    split = view.any_divergence
     if view.raised:
         return
     if roots := different_roots(view):
@@ -180,7 +180,7 @@ def _abort(view: Timeline, ended: tuple[int, ...]) -> Finding:
     remedy = _REMEDY_SHARDED if any(is_of_fsdp(view.facts[rank]) for rank in other) else _REMEDY
     meanwhile = f", while {ranks_words(other)} {was}{at_words(others)}" if other else ""
     text = f"{aborted_words(view, ended)}{at_words(own)}, {gloo_abort_words(view, ended)}{meanwhile}."
-    why = f"{capitalised(ranks_words(ranks))} {verb(ranks, 'was', 'were')} {decided[ranks[0]]}." if decided else ""
+    why = f"{capitalised(clause(ranks, 'was|were'))} {decided[ranks[0]]}." if decided else ""
     why = why or ("Who sent that is not recorded." if is_theirs else "")
     if unusual and not decided:
         call, before = next(iter(unusual.values()))

@@ -186,7 +186,6 @@ def _gathering(view: Timeline, ranks: tuple[int, ...]) -> Finding:
         f"and {verb(ranks, 'waits', 'wait')} there in {wait_words(view, rank)}, which needs all ranks"
         f"{_others_words(view, ranks)}."
     )
-    split = view.divergence
     return finding(
         view,
         ranks,
@@ -195,7 +194,7 @@ def _gathering(view: Timeline, ranks: tuple[int, ...]) -> Finding:
         location=_called_at(view, rank),
         evidence=(
             *condition_evidence(view, ranks),
-            *(call_evidence(split) if split is not None else ()),
+            *call_evidence(view.divergence),
             *where_evidence(view, view.facts),
             *recorder_evidence(view),
         ),

@@ -37,7 +37,6 @@ from lightning_ncclsafe.rules.kit import (
     send_recv_pairs,
     sole_receiver,
     stack_evidence,
-    verb,
     wait_words,
     waits_in_one_group,
     where_evidence,
@@ -290,7 +289,7 @@ def _finding(view: Timeline, sides: tuple[int, ...]) -> Finding:
 
 def _others(view: Timeline, sides: tuple[int, ...]) -> str:
     others = view.waiting_besides(sides)
-    return f"{capitalised(ranks_words(others))} {verb(others, 'waits', 'wait')} for them." if others else ""
+    return f"{capitalised(clause(others, 'waits|wait'))} for them." if others else ""
 
 
 def _evidence(view: Timeline, sides: tuple[int, ...]) -> Iterator[Evidence]:

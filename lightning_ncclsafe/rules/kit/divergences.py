@@ -124,7 +124,7 @@ def called_by_threads(view: Timeline) -> dict[int, Frame]:
     of the differing call, it has to be that thread's on one of the ranks. On another rank whose thread is at the same
     line, the thread has merely come later.
     """
-    split = view.divergence or view.lost_divergence
+    split = view.any_divergence
     calls = split.calls if split is not None else {}
     stacks = {
         rank: facts.thread_stack for rank, facts in view.facts.items() if _may_be_of_thread(calls.get(rank), facts)
@@ -165,9 +165,9 @@ def _call_words(call: Collective, facts: RankFacts) -> str:
     return f"{call_words(call)} for {unit}" if unit else call_words(call)
 
 
-def call_evidence(split: Divergence) -> Iterator[Evidence]:
-    """One line for each different call, with its number."""
-    for call, who in split.variants[:_LISTED]:
+def call_evidence(split: Divergence | None) -> Iterator[Evidence]:
+    """One line for each different call, with its number; nothing if there is no difference."""
+    for call, who in split.variants[:_LISTED] if split is not None else ():
         text = f"{capitalised(ranks_words(who))} called {collective_words(call)}."
         yield evidence_about(who, "flight recorder", text)
 

@@ -15,6 +15,7 @@ from lightning_ncclsafe.facts import (
     JobFacts,
     ProcessFacts,
     RankFacts,
+    TrainerFacts,
 )
 from lightning_ncclsafe.rules.kit.activity import Activity, activity, is_unrecorded, open_collectives, waits_in_init
 from lightning_ncclsafe.rules.kit.exception_messages import with_consequence
@@ -125,6 +126,11 @@ class Timeline(View):
     def lock_waits(self) -> dict[int, LockWait]:
         """The ranks that wait for a file lock, and who holds it."""
         return lock_waits(self.facts)
+
+    @cached_property
+    def trainers(self) -> dict[int, TrainerFacts]:
+        """The Trainers of the answering ranks, as far as known."""
+        return {rank: facts.trainer for rank, facts in self.facts.items() if facts.trainer is not None}
 
     @cached_property
     def witnesses(self) -> dict[int, ProcessFacts]:
@@ -283,6 +289,11 @@ class Timeline(View):
         """The same in groups in which nothing is outstanding any more, because the connection to a member broke."""
         lost = (group for group in self.groups if group.seq is None and any(map(self._is_cut_off, group.enqueued)))
         return self._first_divergence(lost)
+
+    @property
+    def any_divergence(self) -> Divergence | None:
+        """The earliest difference in groups in which something is outstanding, else in those of a broken connection."""
+        return self.divergence or self.lost_divergence
 
     def _first_divergence(self, groups: Iterable[GroupView]) -> Divergence | None:
         splits = [split for group in groups if (split := self._diverged(group))]

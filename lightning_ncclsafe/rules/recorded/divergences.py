@@ -18,7 +18,9 @@ from lightning_ncclsafe.rules.kit import (
     at_words,
     call_words,
     capitalised,
+    clause,
     collective_words,
+    deepest_user_frame,
     evidence_about,
     finding,
     group_words,
@@ -27,18 +29,11 @@ from lightning_ncclsafe.rules.kit import (
     ranks_words,
     recorded_rule,
     signature,
-    verb,
 )
 from lightning_ncclsafe.rules.recorded.call_sites import left_out_at, left_out_evidence, out_of_step
 from lightning_ncclsafe.rules.recorded.calls import record_of
 from lightning_ncclsafe.rules.recorded.ends import failed, misled
-from lightning_ncclsafe.rules.recorded.evidence import (
-    call_site,
-    described,
-    first_site,
-    log_evidence,
-    one_element_evidence,
-)
+from lightning_ncclsafe.rules.recorded.evidence import described, first_site, log_evidence, one_element_evidence
 from lightning_ncclsafe.rules.recorded.statements import LogStatements, stated
 
 # Operations in logs that may involve only two ranks.
@@ -159,7 +154,7 @@ def _is_certain(view: Timeline, split: Divergence) -> bool:
 
 
 def _words(call: Collective) -> str:
-    return f"{call_words(call)}{at_words(call_site(call))}"
+    return f"{call_words(call)}{at_words(deepest_user_frame(call.stack))}"
 
 
 def _evidence(view: Timeline, variants: list[tuple[Collective, tuple[int, ...]]]) -> Iterator[Evidence]:
@@ -172,7 +167,7 @@ def _evidence(view: Timeline, variants: list[tuple[Collective, tuple[int, ...]]]
             yield evidence_about(who, "flight recorder", f"{capitalised(ranks_words(who))} called {words}.")
     lengths = misled(view)
     if lengths:
-        text = f"{capitalised(ranks_words(lengths))} {verb(lengths, 'has', 'have')} taken other data for a length"
+        text = f"{capitalised(clause(lengths, 'has|have'))} taken other data for a length"
         yield Evidence(source="log", text=f"{text}, and asked for more memory than exists: that follows from this.")
 
 

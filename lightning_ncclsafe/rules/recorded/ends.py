@@ -3,11 +3,7 @@
 import re
 
 from lightning_ncclsafe.facts import ExceptionFacts
-from lightning_ncclsafe.rules.kit import (
-    Timeline,
-    has_given_up,
-    message_of,
-)
+from lightning_ncclsafe.rules.kit import Timeline, has_given_up, message_of
 from lightning_ncclsafe.rules.recorded.calls import record_of
 
 # The watchdog aborts ranks that wait (-6), and a launcher sends SIGTERM to all others (-15).

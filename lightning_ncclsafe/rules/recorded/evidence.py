@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
-from lightning_ncclsafe.facts import Collective, ExceptionFacts, Frame, Phase, Progress, RankFacts
+from lightning_ncclsafe.facts import Collective, ExceptionFacts, Phase, Progress, RankFacts
 from lightning_ncclsafe.rules.kit import (
     Evidence,
     GroupView,
@@ -47,11 +47,6 @@ def oldest_outstanding(facts: RankFacts, group: str) -> Collective | None:
     return next((call for call in open_collectives(facts) if call.group == group), None)
 
 
-def call_site(call: Collective | None) -> Frame | None:
-    """The line of the user's own code that called it."""
-    return deepest_user_frame(call.stack) if call is not None else None
-
-
 def first_site(calls: Iterable[Collective]) -> str:
     """The location of the first of these calls whose line is known; empty if none is."""
     return location_of(first_user_frame(call.stack for call in calls))
@@ -61,7 +56,7 @@ def described(call: Collective) -> str:
     """The collective with its purpose, if its stack shows it, and its line."""
     means = purpose_words(call, replace(_NOBODY, stack=call.stack)) if call.stack else ""
     named = call if call.op else replace(call, op=_UNKNOWN_CALL)
-    return f"{collective_words(named, means)}{at_words(call_site(call))}"
+    return f"{collective_words(named, means)}{at_words(deepest_user_frame(call.stack))}"
 
 
 class Words:

@@ -19,15 +19,14 @@ from lightning_ncclsafe.rules.kit import (
     finding,
     group_words,
     location_of,
+    place_words,
     recorded_rule,
-    short_location,
     verb,
 )
 from lightning_ncclsafe.rules.recorded.calls import behind_elsewhere, has_dumps, idle_behind, record_of
 from lightning_ncclsafe.rules.recorded.ends import failed
 from lightning_ncclsafe.rules.recorded.evidence import (
     NO_LONGER_TIMEOUT,
-    call_site,
     consequence_evidence,
     counters_evidence,
     described,
@@ -127,8 +126,8 @@ def _clock(moment_ns: int) -> str:
 
 def _last_site(facts: RankFacts, group: str) -> str:
     """``"at train.py:40 in training_step"``, the line of a rank's last call in a group; empty if unknown."""
-    site = call_site(_last_call(facts, group))
-    return f"at {short_location(site)}" if site is not None else ""
+    call = _last_call(facts, group)
+    return place_words(deepest_user_frame(call.stack)) if call is not None else ""
 
 
 def _last_call(facts: RankFacts, group: str) -> Collective | None:

@@ -17,7 +17,6 @@ from lightning_ncclsafe.rules.kit import (
     finding,
     ranks_words,
     recorded_rule,
-    verb,
 )
 from lightning_ncclsafe.rules.recorded.calls import has_called_in, has_dumps, idle_behind, record_of
 from lightning_ncclsafe.rules.recorded.divergences import OF_TWO, conflict
@@ -87,7 +86,7 @@ def _named(view: Timeline, named: LogStatements) -> Finding:
     return finding(
         view,
         ranks,
-        f"{ranks_words(ranks)} {verb(ranks, 'has', 'have')} not arrived: {named[0].detail}.",
+        f"{clause(ranks, 'has|have')} not arrived: {named[0].detail}.",
         evidence=named.evidence,
     )
 
@@ -140,7 +139,7 @@ def _of_other_groups(view: Timeline) -> Finding:
     return finding(
         view,
         ranks,
-        f"{ranks_words(ranks)} {verb(ranks, 'reports', 'report')} nothing, while {waiting_words(waiting)}.",
+        f"{clause(ranks, 'reports|report')} nothing, while {waiting_words(waiting)}.",
         confidence=Confidence.LIKELY if alone else Confidence.POSSIBLE,
         evidence=(
             *(item for group in groups[:4] for item in counters_evidence(view, group)),

@@ -66,7 +66,7 @@ def _called_alone(view: Timeline) -> Finding | None:
     ranks, condition = tuple(sorted(conditions)), next(iter(conditions.values()))
     caller = deepest_user_frame(outside_trainer(view.facts[ranks[0]].stack))
     others = view.besides(ranks)
-    elsewhere = f" {capitalised(ranks_words(others))} {verb(others, 'is', 'are')} in another call." if others else ""
+    elsewhere = f" {capitalised(clause(others, 'is|are'))} in another call." if others else ""
     text = (
         f"{clause(ranks, 'has|have called the Trainer alone')}"
         f"{at_words(caller)}, {under_words(condition)}: "
@@ -104,7 +104,7 @@ def _silent_words(view: Timeline) -> str:
     gone = tuple(rank for rank in view.silent if is_gone(view, rank))
     outside = tuple(rank for rank in view.silent if rank not in gone)
     ended = f" The process of {ranks_words(gone)} has ended." if gone else ""
-    away = f"{capitalised(ranks_words(outside))} {verb(outside, 'does', 'do')} not answer, as"
+    away = f"{capitalised(clause(outside, 'does|do'))} not answer, as"
     return ended + (f" {away} {verb(outside, 'a rank', 'ranks')} outside the Trainer." if outside else "")
 
 
@@ -114,7 +114,7 @@ def _two_threads(view: Timeline) -> Finding | None:
     if not lines:
         return None
     ranks, line = tuple(lines), next(iter(lines.values()))
-    ended, split = aborted_by_gloo(view), view.divergence or view.lost_divergence
+    ended, split = aborted_by_gloo(view), view.any_divergence
     calls = f" {capitalised(calls_words(view, split))} as one." if split is not None else ""
     gone = f" The process of {ranks_words(ended)} has ended, {gloo_abort_words(view, ended)}." if ended else ""
     text = (
@@ -128,7 +128,7 @@ def _two_threads(view: Timeline) -> Finding | None:
         severity=Severity.ERROR if ended else None,
         location=location_of(line),
         evidence=(
-            *(call_evidence(split) if split is not None else ()),
+            *call_evidence(split),
             *ended_process_evidence(view, ended),
             *where_evidence(view, view.facts),
         ),
