@@ -8,6 +8,7 @@ from itertools import chain, islice
 
 from lightning_ncclsafe.facts import Frame, IncidentKind, InspectionFacts, JobFacts, Phase, RankFacts
 from lightning_ncclsafe.facts.findings import Diagnosis, Finding
+from lightning_ncclsafe.rules.kit.activity import outstanding_p2p
 from lightning_ncclsafe.rules.kit.sentences import batch_words, wait_words
 from lightning_ncclsafe.rules.kit.timeline import Timeline
 from lightning_ncclsafe.rules.kit.wording import (
@@ -19,7 +20,6 @@ from lightning_ncclsafe.rules.kit.wording import (
     ranks_words,
     under_words,
 )
-from lightning_ncclsafe.rules.recorded.calls import open_p2p
 from lightning_ncclsafe.rules.recorded.evidence import Words
 
 NOTHING = "Nothing found: no rank waits for another in what was read."
@@ -75,7 +75,8 @@ def _state(facts: RankFacts, words: Words) -> tuple[str, ...]:
     parts += [_group_words(facts, number, words) for number in range(min(len(facts.groups), _MOST_GROUPS))]
     if len(facts.groups) > _MOST_GROUPS:
         parts.append(f"{len(facts.groups) - _MOST_GROUPS:,} more groups")
-    parts += [f"waits in {words.of(call)}" for call in islice(open_p2p(facts), 1)]
+    p2p = outstanding_p2p(facts)
+    parts += [f"waits in {words.of(p2p)}"] if p2p is not None else []
     if facts.exception is not None:
         parts.append(f"raised {facts.exception.type}")
     if facts.record is not None and facts.record.exit_code:

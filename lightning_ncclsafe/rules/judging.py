@@ -1,6 +1,5 @@
 """Asks all rules about a job, puts the most probable cause first, and leaves out causes that only follow from it."""
 
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
@@ -21,6 +20,7 @@ from lightning_ncclsafe.rules.kit import (
     duration_words,
     forget,
     is_gone,
+    ranks_by,
     timeline,
     with_caught,
     with_threads,
@@ -38,7 +38,6 @@ def judge(job: JobFacts, rules: Sequence[Rule[Any]] = HANG_RULES) -> Diagnosis:
     A rule that fails never hides the answers of the others: it is named in ``unanswered``.
 
     Args:
-        job: The facts of all ranks that answered.
         rules: The rules to ask.
     """
     asked, job = job, with_common_paths(job)
@@ -89,10 +88,7 @@ def _with_hosts(finding: Finding, job: JobFacts) -> Finding:
     # Findings that compare ranks before training name the hosts themselves.
     if len(set(hosts.values())) < 2 or job.incident.kind in (IncidentKind.DATA, IncidentKind.PREFLIGHT):
         return finding
-    there: dict[str, list[int]] = defaultdict(list)
-    for rank in finding.ranks:
-        if rank in hosts:
-            there[hosts[rank]].append(rank)
+    there = ranks_by({rank: hosts[rank] for rank in finding.ranks if rank in hosts})
     if not 0 < len(there) <= _FEW_HOSTS:
         return finding
     words = "; ".join(f"{clause(ranks, 'runs|run')} on {host}" for host, ranks in there.items())

@@ -4,8 +4,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 
 from lightning_ncclsafe.facts import IncidentKind, JobFacts, NotRecorded, UnrecordedGroup
-from lightning_ncclsafe.rules.kit import Timeline, capitalised, group_words, ranks_words, timeline, verb
-from lightning_ncclsafe.rules.recorded.calls import has_dumps, has_logs, has_moved
+from lightning_ncclsafe.rules.kit import Timeline, capitalised, clause, group_words, ranks_words, timeline, verb
+from lightning_ncclsafe.rules.recorded.calls import has_dumps, has_logs, has_moved, record_of
 
 _SURVIVALS = 8
 _BY_STACKS = "who is behind is judged by stacks alone"
@@ -103,7 +103,7 @@ def _elsewhere(view: Timeline) -> Iterator[str]:
     ranks = view.job.elsewhere
     if ranks:
         yield (
-            f"{capitalised(ranks_words(ranks))} {verb(ranks, 'was', 'were')} not inspected: inspect all processes of "
+            f"{capitalised(clause(ranks, 'was|were'))} not inspected: inspect all processes of "
             "the job, on every host with --output DIR, and join the hosts with ncclsafe diagnose DIR."
         )
 
@@ -147,9 +147,9 @@ def _missing(view: Timeline) -> Iterator[str]:
 def _of_recordings(job: JobFacts) -> Iterator[str]:
     """What dumps and logs do not show, one sentence each."""
     dumps, logs = has_dumps(job), has_logs(job)
-    for facts in [one for one in job.ranks if one.record is not None and one.record.survived][:_SURVIVALS]:
+    for facts in [one for one in job.ranks if record_of(one).survived][:_SURVIVALS]:
         yield (
-            f"Rank {facts.rank} also raised {facts.record.survived if facts.record else ''}, but that did not end it: "
+            f"Rank {facts.rank} also raised {record_of(facts).survived}, but that did not end it: "
             "it reached the same point as other waiting ranks."
         )
     silent = tuple(rank for rank in job.silent if rank not in (*job.outdated, *job.left_out))
@@ -160,7 +160,7 @@ def _of_recordings(job: JobFacts) -> Iterator[str]:
         without = tuple(facts.rank for facts in job.ranks if facts.record is not None and not facts.record.has_dump)
         if without:
             yield f"{capitalised(ranks_words(without))} left no dump, only lines in a log."
-    unsure = tuple(facts.rank for facts in job.ranks if facts.record is not None and not facts.record.group_known)
+    unsure = tuple(facts.rank for facts in job.ranks if not record_of(facts).group_known)
     if dumps:
         yield from _of_moments(job, logs)
     if unsure:

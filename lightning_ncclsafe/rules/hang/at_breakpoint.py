@@ -1,15 +1,14 @@
 """The cause at-breakpoint: a rank is paused in a debugger, and nobody is there to continue it."""
 
-import itertools
 from collections.abc import Iterator
 
 from lightning_ncclsafe.code.libraries import DEBUGGERS
-from lightning_ncclsafe.facts import RankFacts
 from lightning_ncclsafe.rules.kit import (
     Confidence,
     Finding,
     Plan,
     Timeline,
+    below_user,
     deepest_user_frame,
     hang_rule,
     is_in,
@@ -39,7 +38,8 @@ def at_breakpoint(view: Timeline) -> Iterator[Finding]:
     Cannot see:
         Debuggers that stop the process from outside, such as gdb: see stopped-process.
     """
-    ranks = tuple(rank for rank in view.awaited if _is_in_debugger(view.facts[rank]))
+    # A debugger above the user's deepest line has started the whole program.
+    ranks = tuple(rank for rank in view.awaited if is_in(DEBUGGERS, below_user(view.facts[rank].stack)))
     if ranks:
         # What has to go is the call; pdb pauses at the line after it.
         call, paused = view.facts[ranks[0]].breakpoint_at, deepest_user_frame(view.facts[ranks[0]].stack)
@@ -52,8 +52,3 @@ def at_breakpoint(view: Timeline) -> Iterator[Finding]:
             confidence=Confidence.CERTAIN,
             location=location_of(call) or None,
         )
-
-
-def _is_in_debugger(facts: RankFacts) -> bool:
-    """Whether a debugger is below the user's deepest line: above it are those that started the whole program."""
-    return is_in(DEBUGGERS, itertools.takewhile(lambda frame: not frame.user, reversed(facts.stack)))

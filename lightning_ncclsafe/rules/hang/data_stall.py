@@ -11,12 +11,14 @@ from lightning_ncclsafe.rules.kit import (
     Finding,
     Timeline,
     at_words,
+    below_user,
     blocked_at_one_line,
     deepest_user_frame,
     first_user_frame,
     hang_rule,
     how_we_know,
     is_in,
+    last_user,
     location_of,
     memory_evidence,
     short_of_memory,
@@ -146,10 +148,10 @@ def _remedy(facts: RankFacts) -> str:
 
 def _remedy_for_wait(stack: tuple[Frame, ...]) -> str:
     """What to do if the user's innermost line waits for a lock, a thread or a process; else empty."""
-    last = max((depth for depth, frame in enumerate(stack) if frame.user), default=-1)
+    last = last_user(stack)
     if last < trainer_start(stack):
         return ""
-    below = stack[last + 1 :]
+    below = below_user(stack)
     if is_in(WAITS_FOR_OTHERS, below):
         return _REMEDY_FEEDER
     return _REMEDY_LOCK if not below and _LOCK.search(stack[last].code) else ""

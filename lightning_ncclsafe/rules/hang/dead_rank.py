@@ -27,6 +27,7 @@ from lightning_ncclsafe.rules.kit import (
     has_given_up,
     hook_words,
     innermost_action,
+    inside_trainer,
     is_gone,
     is_on_gloo,
     left_in_order,
@@ -37,7 +38,6 @@ from lightning_ncclsafe.rules.kit import (
     short_place,
     signal_of,
     status_of,
-    trainer_start,
     verb,
     while_others_wait,
 )
@@ -148,7 +148,7 @@ def _confidence(view: Timeline, gone: tuple[int, ...], calls: ExitCalls) -> Conf
     may_be_gloo = not {*gone}.isdisjoint(aborted_by_gloo(view))
     may_be_gloo = may_be_gloo or any(_may_have_crashed_on_gloo(view, rank) for rank in gone)
     # If the others' calls differ, it may have been sent what it had not waited for.
-    is_doubtful = may_be_gloo and _have_diverged(view)
+    is_doubtful = may_be_gloo and view.any_divergence is not None
     # If the others have finished, it may have finished before it ended.
     may_have_left = {facts.progress.phase for facts in view.facts.values()} == {Phase.FINISHED}
     if may_have_left or is_doubtful:
@@ -167,11 +167,7 @@ def _explained(view: Timeline) -> set[int]:
     if aborted_elsewhere(view) or any(overrun_bytes(view, rank) for rank in ended):
         return {*ended}
     # The calls of the others were different, too.
-    return {rank for rank in ended if _have_diverged(view) and signal_of(view, rank) == "SIGABRT"}
-
-
-def _have_diverged(view: Timeline) -> bool:
-    return view.divergence is not None or view.lost_divergence is not None
+    return {rank for rank in ended if view.any_divergence and signal_of(view, rank) == "SIGABRT"}
 
 
 class _End(NamedTuple):
@@ -267,7 +263,7 @@ def _finding(
 def _place(view: Timeline, ranks: tuple[int, ...]) -> Frame | None:
     """The one user line that they were at, which faulthandler writes on a fatal signal; else None."""
     stacks = [process.stack for rank in ranks if (process := view.witnesses.get(rank)) is not None]
-    frames = {deepest_user_frame(stack[trainer_start(stack) :]) for stack in stacks}
+    frames = {deepest_user_frame(inside_trainer(stack)) for stack in stacks}
     return frames.pop() if len(frames) == 1 else None
 
 

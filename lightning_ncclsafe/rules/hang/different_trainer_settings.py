@@ -1,6 +1,6 @@
 """The cause different-trainer-settings: ranks have different settings of the Trainer."""
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator
 
 from lightning_ncclsafe.code.libraries import RESUMED
@@ -12,13 +12,16 @@ from lightning_ncclsafe.rules.kit import (
     Plan,
     Timeline,
     alone_in_trainer,
+    deviating,
     finding,
+    grouped,
     hang_rule,
     is_in,
     joined,
     odd_sizes,
     out_of_data_first,
     overrun_ranks,
+    ranks_by,
     ranks_words,
     recorder_evidence,
     waiting_sentence,
@@ -62,7 +65,7 @@ def different_trainer_settings(view: Timeline) -> Iterator[Finding]:
     differing = _differing(view)
     if not differing or not (view.waiting or view.raised):
         return
-    odd = _narrowed(view, _odd_ones_out(differing))
+    odd = _narrowed(view, deviating(map(grouped, differing.values())))
     # A rank that works may be what the others wait for, whatever the settings.
     is_explained = bool(view.working(view.facts))
     changed_at = _changed_at(view, odd, differing)
@@ -78,17 +81,17 @@ def different_trainer_settings(view: Timeline) -> Iterator[Finding]:
     )
 
 
-def _changed_at(view: Timeline, ranks: tuple[int, ...], differing: dict[str, dict[str, list[int]]]) -> str:
+def _changed_at(view: Timeline, ranks: tuple[int, ...], differing: dict[str, dict[int, str]]) -> str:
     """The only line that may have changed such a setting of one of these ranks during training; empty if unknown."""
-    known = (view.facts[rank].trainer for rank in ranks if rank in view.facts)
-    trainers = (one for one in known if one is not None and _may_be_it(one, differing))
+    known = (view.trainers[rank] for rank in ranks if rank in view.trainers)
+    trainers = (one for one in known if _may_be_it(one, differing))
     lines = {line for trainer in trainers for line in trainer.ended_at}
     return lines.pop() if len(lines) == 1 else ""
 
 
-def _given_at(view: Timeline, differing: dict[str, dict[str, list[int]]]) -> str:
+def _given_at(view: Timeline, differing: dict[str, dict[int, str]]) -> str:
     """The only line of the user's that may have given such a setting different values; empty if unknown."""
-    trainers = [facts.trainer for facts in view.facts.values() if facts.trainer is not None]
+    trainers = view.trainers.values()
     # What has changed during training was given its value elsewhere.
     if any(differing.keys() & trainer.changed.keys() for trainer in trainers):
         return ""
@@ -96,23 +99,23 @@ def _given_at(view: Timeline, differing: dict[str, dict[str, list[int]]]) -> str
     return lines.pop() if len(lines) == 1 else ""
 
 
-def _may_be_it(trainer: TrainerFacts, differing: dict[str, dict[str, list[int]]]) -> bool:
+def _may_be_it(trainer: TrainerFacts, differing: dict[str, dict[int, str]]) -> bool:
     """Whether the setting that differs is one that it has changed, in a line that may have ended its loop."""
     return trainer.end is not LoopEnd.SHOULD_STOP and differing.keys() <= trainer.changed.keys()
 
 
 def _narrowed(view: Timeline, odd: tuple[int, ...]) -> tuple[int, ...]:
     """Of these ranks, those whose collectives differ in size: the settings of ranks that are gone are unknown."""
-    split = view.divergence or view.lost_divergence
+    split = view.any_divergence
     few = odd_sizes(view, split) if split is not None and overrun_ranks(view, split) else ()
     return few if few and {*few} < {*odd} else odd
 
 
-def _differing(view: Timeline) -> dict[str, dict[str, list[int]]]:
-    """Each setting that differs between ranks, with the ranks by value."""
-    by_name: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
-    trainers = {rank: facts.trainer for rank, facts in sorted(view.facts.items()) if facts.trainer is not None}
-    by_rank = {rank: trainer.settings for rank, trainer in trainers.items()}
+def _differing(view: Timeline) -> dict[str, dict[int, str]]:
+    """Each setting that differs between ranks, with the value of each rank."""
+    by_name: dict[str, dict[int, str]] = defaultdict(dict)
+    trainers = view.trainers
+    by_rank = {rank: trainer.settings for rank, trainer in sorted(trainers.items())}
     early = out_of_data_first(view)
     # A rank that changed its settings stopped early; otherwise those that changed theirs continue.
     if early and not any(trainers[rank].changed for rank in early if rank in trainers):
@@ -121,33 +124,22 @@ def _differing(view: Timeline) -> dict[str, dict[str, list[int]]]:
         for rank, settings in by_rank.items():
             value = settings.get(name, _NOT_SET)
             # Each host may have a path of its own.
-            by_name[name]["set" if name == _CHECKPOINT and name in settings else value].append(rank)
+            by_name[name][rank] = "set" if name == _CHECKPOINT and name in settings else value
     # Lightning sets it when it resumes: a rank that has not got that far may have one, too.
-    without = by_name[_CHECKPOINT].get(_NOT_SET, ())
+    without = [rank for rank, value in by_name[_CHECKPOINT].items() if value == _NOT_SET]
     if not all(is_in(RESUMED, view.facts[rank].stack) for rank in without):
         del by_name[_CHECKPOINT]
-    return {name: dict(values) for name, values in by_name.items() if len(values) > 1}
+    return {name: values for name, values in by_name.items() if len({*values.values()}) > 1}
 
 
-def _odd_ones_out(differing: dict[str, dict[str, list[int]]]) -> tuple[int, ...]:
-    """Ranks without the value that most have; all of them if no value has a majority."""
-    odd: set[int] = set()
-    for values in differing.values():
-        count = Counter({value: len(ranks) for value, ranks in values.items()})
-        usual, most = count.most_common(1)[0]
-        has_majority = 2 * most > count.total()
-        odd.update(rank for value, ranks in values.items() if value != usual or not has_majority for rank in ranks)
-    return tuple(sorted(odd))
-
-
-def _words(differing: dict[str, dict[str, list[int]]]) -> Iterator[str]:
+def _words(differing: dict[str, dict[int, str]]) -> Iterator[str]:
     for name, values in list(differing.items())[:_LISTED]:
-        yield f"{name} is " + ", ".join(f"{value} on {ranks_words(ranks)}" for value, ranks in values.items())
+        yield f"{name} is " + ", ".join(f"{value} on {ranks_words(ranks)}" for value, ranks in ranks_by(values).items())
     if len(differing) > _LISTED:
         yield f"{len(differing) - _LISTED} more"
 
 
-def _evidence(differing: dict[str, dict[str, list[int]]]) -> Iterator[Evidence]:
+def _evidence(differing: dict[str, dict[int, str]]) -> Iterator[Evidence]:
     for words in _words(differing):
         yield Evidence(source="trainer", text=f"{words}.")
 

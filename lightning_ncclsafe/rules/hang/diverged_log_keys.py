@@ -1,9 +1,7 @@
 """The cause diverged-log-keys: ranks log different keys with self.log that are reduced between ranks."""
 
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import takewhile
 from typing import NamedTuple
 
 from lightning_ncclsafe.code.libraries import EVALUATION_LOOPS, LOGGED_VALUES, LOGGED_VALUES_READ, METRIC_GATHER
@@ -18,23 +16,27 @@ from lightning_ncclsafe.rules.kit import (
     Timeline,
     aborted_elsewhere,
     aborted_words,
+    below_user,
     call_evidence,
     call_location,
     capitalised,
     clause,
     condition_of,
     ended_process_evidence,
+    evidence_about,
     finding,
     gloo_abort_words,
     hang_rule,
     inside_trainer,
     is_before,
     is_in,
+    is_in_action,
     joined,
     location_of,
     others_wait,
     out_of_data_first,
     positions,
+    ranks_by,
     ranks_words,
     shift,
     stack_of,
@@ -101,8 +103,7 @@ def diverged_log_keys(view: Timeline) -> Iterator[Finding]:
 
 def _reads(facts: RankFacts) -> bool:
     """Whether the user's code reads logged values, as in ``trainer.callback_metrics``, which reduces them."""
-    below = takewhile(lambda frame: not frame.user, reversed(facts.stack))
-    return is_in(LOGGED_VALUES_READ, tuple(below))
+    return is_in(LOGGED_VALUES_READ, below_user(facts.stack))
 
 
 def _by_keys(view: Timeline, reducing: tuple[int, ...]) -> Iterator[Finding]:
@@ -249,7 +250,7 @@ def _is_named(metric: MetricFacts, name: str) -> bool:
 
 
 def _entries_finding(view: Timeline, syncing: tuple[int, ...], metric: MetricFacts) -> Finding:
-    others = tuple(rank for rank in sorted(view.facts) if rank not in set(syncing))
+    others = view.besides(syncing)
     few = min(syncing, others, key=len)
     ranks = tuple(few) if len(syncing) != len(others) else tuple(sorted(view.facts))
     states = " and ".join(map(repr, metric.by_entry[:_LISTED]))
@@ -270,12 +271,11 @@ def _is_past(view: Timeline, odd: _UncommonKey) -> bool:
     """Whether the ranks that lack the key have left the hook that logs it, in that batch or in a later one."""
     places = positions(view)
     first = min(places[rank] for rank in odd.having)
-    left = (places[rank] >= first and not _is_in(view.facts[rank], odd.key.hook) for rank in odd.lacking)
+    left = (
+        places[rank] >= first and not is_in_action(view.facts[rank].progress, f".{odd.key.hook}")
+        for rank in odd.lacking
+    )
     return all(left)
-
-
-def _is_in(facts: RankFacts, hook: str) -> bool:
-    return any(action.name.endswith(f".{hook}") for action in facts.progress.actions)
 
 
 def _finding(view: Timeline, odd: _UncommonKey) -> Finding:
@@ -335,7 +335,6 @@ def _undecided(view: Timeline, reducing: tuple[int, ...]) -> Finding:
 
 
 def _logging_finding(view: Timeline, ranks: tuple[int, ...], text: str, place: str, confidence: Confidence) -> Finding:
-    split = view.divergence
     return finding(
         view,
         ranks,
@@ -344,7 +343,7 @@ def _logging_finding(view: Timeline, ranks: tuple[int, ...], text: str, place: s
         location=place or call_location(view, ranks),
         evidence=(
             *_key_evidence(view),
-            *(call_evidence(split) if split is not None else ()),
+            *call_evidence(view.divergence),
             *where_evidence(view, view.waiting),
         ),
         remedy=_REMEDY if confidence is not Confidence.POSSIBLE else _REMEDY + _DECIDES,
@@ -353,10 +352,9 @@ def _logging_finding(view: Timeline, ranks: tuple[int, ...], text: str, place: s
 
 def _key_evidence(view: Timeline) -> Iterator[Evidence]:
     """The keys that ranks have logged, one line for all ranks with the same keys."""
-    alike: dict[tuple[str, ...], list[int]] = defaultdict(list)
-    for rank, facts in sorted(view.facts.items()):
-        alike[tuple(key.name for key in facts.steps.logged)].append(rank)
+    logged = {rank: tuple(key.name for key in facts.steps.logged) for rank, facts in sorted(view.facts.items())}
+    alike = ranks_by(logged)
     for names, ranks in list(alike.items())[:_LISTED]:
         listed = ", ".join(map(repr, names[:_LISTED])) + (", …" if len(names) > _LISTED else "")
-        text = f"{capitalised(ranks_words(ranks))} {verb(ranks, 'has', 'have')} logged {listed or 'nothing'} together."
-        yield Evidence(source="logger", rank=ranks[0] if len(ranks) == 1 else None, text=text)
+        text = f"{capitalised(clause(ranks, 'has|have'))} logged {listed or 'nothing'} together."
+        yield evidence_about(ranks, "logger", text)

@@ -1,9 +1,8 @@
 """The cause exception-during-save: a rank raised while it saved a checkpoint, and its peers wait in that save."""
 
-from collections import defaultdict
 from collections.abc import Iterator
 
-from lightning_ncclsafe.facts import Phase
+from lightning_ncclsafe.facts import Phase, RankFacts
 from lightning_ncclsafe.rules.kit import (
     Confidence,
     Finding,
@@ -22,6 +21,7 @@ from lightning_ncclsafe.rules.kit import (
     has_misread_sizes,
     is_save,
     location_of,
+    ranks_by,
     ranks_words,
     storage_evidence,
     type_and_place,
@@ -50,14 +50,16 @@ def exception_during_save(view: Timeline) -> Iterator[Finding]:
     Cannot see:
         Whether the checkpoint file is complete; use the previous one.
     """
-    by_place: dict[tuple[str, str], list[int]] = defaultdict(list)
-    for rank in view.raised:
-        error = view.facts[rank].exception
-        is_training = view.facts[rank].progress.phase is not Phase.PREDICT
-        if error is not None and is_training and is_save(error.stack) and not has_misread_sizes(view):
-            by_place[type_and_place(view.facts[rank])].append(rank)
-    for ranks in by_place.values():
-        yield _finding(view, tuple(ranks))
+    raised = {rank: view.facts[rank] for rank in view.raised if not has_misread_sizes(view)}
+    saving = {rank: type_and_place(facts) for rank, facts in raised.items() if _raised_in_save(facts)}
+    for ranks in ranks_by(saving).values():
+        yield _finding(view, ranks)
+
+
+def _raised_in_save(facts: RankFacts) -> bool:
+    """Whether a rank raised in a save of a checkpoint; in a prediction, what looks like one saves predictions."""
+    is_training = facts.progress.phase is not Phase.PREDICT
+    return facts.exception is not None and is_training and is_save(facts.exception.stack)
 
 
 def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:

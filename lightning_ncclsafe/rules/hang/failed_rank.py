@@ -1,7 +1,6 @@
 """The cause failed-rank: a rank raised an exception, which ended it."""
 
 import re
-from collections import defaultdict
 from collections.abc import Iterator
 
 from lightning_ncclsafe.code.libraries import AFTER_EXCEPTION, ALL_OF_LIGHTNING
@@ -29,13 +28,14 @@ from lightning_ncclsafe.rules.kit import (
     finding,
     hang_rule,
     has_misread_sizes,
+    inside_trainer,
     is_in,
     joined,
     location_of,
+    ranks_by,
     ranks_words,
     short_location,
     short_place,
-    trainer_start,
     type_and_place,
     under_words,
     while_others_wait,
@@ -91,15 +91,13 @@ def failed_rank(view: Timeline) -> Iterator[Finding]:
         An exception that the user's own code catches and swallows: it is mentioned beside other causes if it was seen.
         If more than 16 different exceptions were raised, the remaining ones.
     """
-    by_place: dict[tuple[str, str], list[int]] = defaultdict(list)
     # What different collectives have made of each other's data is a consequence.
     is_consequence = has_misread_sizes(view) or (view.divergence is not None and all_garbled(view))
-    for rank in view.raised if not is_consequence else ():
-        by_place[type_and_place(view.facts[rank])].append(rank)
-    for ranks in [*by_place.values()][:_MOST]:
-        yield _finding(view, tuple(ranks))
-    for rank, raised in [*view.raised_outside.items()][:_MOST]:
-        yield _outside(view, rank, raised)
+    raised = {rank: type_and_place(view.facts[rank]) for rank in view.raised}
+    for ranks in [*ranks_by(raised).values()][:_MOST] if not is_consequence else ():
+        yield _finding(view, ranks)
+    for rank, exception in [*view.raised_outside.items()][:_MOST]:
+        yield _outside(view, rank, exception)
 
 
 def _outside(view: Timeline, rank: int, raised: ExceptionFacts) -> Finding:
@@ -141,7 +139,7 @@ def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
         location=named_at or location_of(line),
         evidence=(
             *(item for rank in ranks[:8] for item in exception_evidence(view.facts[rank])),
-            *(call_evidence(split) if split is not None else ()),
+            *call_evidence(split),
         ),
         remedy=_REMEDIES.get(name, f"Correct the {name}{at}; the other ranks are ended because of it."),
     )
@@ -149,7 +147,7 @@ def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
 
 def _other_data(view: Timeline, ranks: tuple[int, ...]) -> Divergence | None:
     """Different collectives that these ranks have completed with the others before they raised."""
-    split = view.divergence or view.lost_divergence
+    split = view.any_divergence
     calls = [split.calls.get(rank) for rank in ranks] if split is not None else []
     is_before = all(call is not None and call.completed and not is_in(AFTER_EXCEPTION, call.stack) for call in calls)
     return split if is_before else None
@@ -208,7 +206,7 @@ def _line_in_worker(message: str) -> Frame | None:
 def _called_from(facts: RankFacts, frame: Frame) -> str:
     """The hook that Lightning called, if the error is in a function below it; else empty."""
     stack = facts.exception.stack if facts.exception else ()
-    hook = next((item for item in stack[trainer_start(stack) :] if item.user), frame)
+    hook = next((item for item in inside_trainer(stack) if item.user), frame)
     return f", called from {hook.function}" if hook.function != frame.function else ""
 
 

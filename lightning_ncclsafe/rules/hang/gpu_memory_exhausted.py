@@ -22,6 +22,7 @@ from lightning_ncclsafe.rules.kit import (
     how_we_know,
     is_garbled,
     location_of,
+    message_of,
     size_words,
     unless_caught,
     verb,
@@ -104,7 +105,7 @@ def _is_end_of(cut: RankFacts, other: RankFacts) -> bool:
 
 def _confidence(facts: RankFacts) -> Confidence:
     """How sure it is: allocations of cuBLAS and cuDNN also fail after an error in an earlier kernel."""
-    message = facts.exception.message if facts.exception else ""
+    message = message_of(facts)
     is_of_library = bool(_OF_LIBRARY.search(message)) and "out of memory" not in message
     return Confidence.LIKELY if is_of_library else Confidence.CERTAIN
 
@@ -113,7 +114,7 @@ def _raised(view: Timeline, ranks: tuple[int, ...], confidence: Confidence) -> F
     facts = view.facts[ranks[0]]
     frame = next(filter(None, (exception_place(view.facts[rank]) for rank in ranks)), None)
     at = at_words(frame)
-    amounts = _AMOUNTS.search(facts.exception.message if facts.exception else "")
+    amounts = _AMOUNTS.search(message_of(facts))
     needs = f" (it needed {amounts['wanted']}, with {amounts['free']} free)" if amounts else ""
     whose = f" (rank {ranks[0]} needed {amounts['wanted']}, with {amounts['free']} free)" if amounts else ""
     their = verb(ranks, "its GPU", "their GPUs")

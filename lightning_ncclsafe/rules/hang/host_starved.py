@@ -16,6 +16,7 @@ from lightning_ncclsafe.rules.kit import (
     is_starved,
     is_swapped_out,
     memory_evidence,
+    ranks_by,
     silent_finding,
     silent_processes,
     straggler_finding,
@@ -85,12 +86,10 @@ def host_starved(view: Timeline) -> Iterator[Finding]:
             "swapped out in part and waits for its memory" if swapped else starved,
             remedy=_Need.MEMORY.remedy if swapped else f"{_Need.CORES.remedy} {_Need.QUOTA.remedy}",
         )
-    by_need: dict[_Need, list[int]] = {}
-    for rank in view.awaited:
-        if need := next(_needs(view.facts[rank], view.witnesses.get(rank)), None):
-            by_need.setdefault(need, []).append(rank)
-    for need, alike in by_need.items():
-        ranks = tuple(alike)
+    needs = {rank: next(_needs(view.facts[rank], view.witnesses.get(rank)), None) for rank in view.awaited}
+    for need, ranks in ranks_by(needs).items():
+        if need is None:
+            continue
         evidence = (*(item for rank in ranks[:8] for item in _evidence(view.facts[rank])), *how_we_know(view, ranks))
         amount = _amount(view.facts[ranks[0]], need, view.witnesses.get(ranks[0]))
         yield straggler_finding(view, ranks, need.words, amount, evidence=evidence, remedy=need.remedy)

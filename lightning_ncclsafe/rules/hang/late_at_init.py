@@ -21,6 +21,8 @@ from lightning_ncclsafe.rules.kit import (
     how_we_know,
     is_before_first_batch,
     is_before_trainer,
+    is_in_action,
+    line_words,
     location_of,
     memory_evidence,
     memory_words,
@@ -123,9 +125,7 @@ def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
     )
     summary = f"{clause(ranks, 'is|are late: still')} {where_words(view, ranks[0])}{memory}"
     amounts = (item for rank in ranks[:8] for item in memory_evidence(view.facts[rank]))
-    is_preparing = all(
-        any(action.name.endswith(".prepare_data") for action in view.facts[rank].progress.actions) for rank in ranks
-    )
+    is_preparing = all(is_in_action(view.facts[rank].progress, ".prepare_data") for rank in ranks)
     remedy = _memory_remedy(swapping, [view.facts[rank].host_facts for rank in ranks])
     return finding(
         view,
@@ -189,8 +189,7 @@ def _processes_evidence(view: Timeline, ranks: Sequence[int], processes: Sequenc
         yield Evidence(source="process", rank=process.rank, text=", ".join([*words, *filter(None, [memory])]) + ".")
         frame = deepest_user_frame(process.stack)
         if frame is not None:
-            code = f": {frame.code}" if frame.code else ""
-            yield Evidence(source="stack", rank=process.rank, text=f"Is at {location_of(frame)}{code}")
+            yield Evidence(source="stack", rank=process.rank, text=f"Is at {line_words(frame)}")
     unseen = tuple(sorted(set(ranks) - {process.rank for process in processes}))
     if unseen:
         text = (

@@ -40,6 +40,7 @@ from lightning_ncclsafe.rules.kit import (
     gathering_alone,
     gloo_abort_words,
     group_words,
+    grouped,
     hang_rule,
     is_in,
     is_of_fsdp,
@@ -111,7 +112,7 @@ def mismatched_collective(view: Timeline) -> Iterator[Finding]:
     Cannot see:
         Sizes that may differ by design (all_to_all, scatter); what a rank called before its process ended.
     """
-    split = view.divergence or view.lost_divergence
+    split = view.any_divergence
     if view.raised:
         return
     if roots := different_roots(view):
@@ -128,14 +129,10 @@ def mismatched_collective(view: Timeline) -> Iterator[Finding]:
 
 
 def _roots_finding(view: Timeline, different: DifferentRoots) -> Finding:
-    by_root: dict[int, list[int]] = {}
-    for rank, root in different.roots.items():
-        by_root.setdefault(root, []).append(rank)
+    by_root = grouped(different.roots)
     call = different.calls[min(different.calls)]
-    named = ", ".join(f"{ranks_words([root])} on {ranks_words(ranks)}" for root, ranks in sorted(by_root.items()))
-    most = max(by_root.values(), key=len)
-    has_majority = 2 * len(most) > len(different.roots)
-    ranks = tuple(sorted(rank for rank in different.roots if not has_majority or rank not in most))
+    named = ", ".join(f"{ranks_words([root])} on {ranks_words(ranks)}" for root, ranks in sorted(by_root.parts))
+    ranks = by_root.deviating
     text = (
         f"{ranks_words(sorted(different.calls))} have called {collective_words(call)} of "
         f"{group_words(different.group)} with different roots: {named}. It can never complete: {others_wait(view)}."
@@ -183,7 +180,7 @@ def _abort(view: Timeline, ended: tuple[int, ...]) -> Finding:
     remedy = _REMEDY_SHARDED if any(is_of_fsdp(view.facts[rank]) for rank in other) else _REMEDY
     meanwhile = f", while {ranks_words(other)} {was}{at_words(others)}" if other else ""
     text = f"{aborted_words(view, ended)}{at_words(own)}, {gloo_abort_words(view, ended)}{meanwhile}."
-    why = f"{capitalised(ranks_words(ranks))} {verb(ranks, 'was', 'were')} {decided[ranks[0]]}." if decided else ""
+    why = f"{capitalised(clause(ranks, 'was|were'))} {decided[ranks[0]]}." if decided else ""
     why = why or ("Who sent that is not recorded." if is_theirs else "")
     if unusual and not decided:
         call, before = next(iter(unusual.values()))

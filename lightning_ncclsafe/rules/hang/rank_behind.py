@@ -1,6 +1,5 @@
 """The cause rank-behind: the others wait for a rank, and no more specific cause fits."""
 
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -21,6 +20,7 @@ from lightning_ncclsafe.rules.kit import (
     location_of,
     others_wait,
     positions,
+    ranks_by,
     ranks_words,
     straggler_finding,
     where_words,
@@ -104,12 +104,10 @@ def _each_by_itself(view: Timeline) -> Finding:
 
 def _by_place(view: Timeline) -> list[tuple[int, ...]]:
     """The stragglers grouped by place; beyond a few places, the rest as one group."""
-    by_place: dict[tuple[str, str], list[int]] = defaultdict(list)
     shared = blocked_at_one_line(view)
-    for rank in view.stragglers:
-        doing = view.activities[rank]
-        by_place["" if rank in shared else doing.hook, location_of(doing.place)].append(rank)
-    listed = sorted(map(tuple, by_place.values()))
+    doing = {rank: view.activities[rank] for rank in view.stragglers}
+    places = {rank: ("" if rank in shared else one.hook, location_of(one.place)) for rank, one in doing.items()}
+    listed = sorted(ranks_by(places).values())
     rest = tuple(sorted(rank for ranks in listed[_PLACES - 1 :] for rank in ranks))
     return [*listed[: _PLACES - 1], *([rest] if rest else [])]
 

@@ -1,6 +1,5 @@
 """The cause rank-zero-only-work: one rank works alone while the others have moved on."""
 
-from collections import defaultdict
 from collections.abc import Iterator
 
 from lightning_ncclsafe.facts import ELSE
@@ -33,6 +32,7 @@ from lightning_ncclsafe.rules.kit import (
     is_before_first_batch,
     location_of,
     place_words,
+    ranks_by,
     ranks_words,
     recorder_evidence,
     silent_finding,
@@ -118,10 +118,7 @@ def rank_zero_only_work(view: Timeline) -> Iterator[Finding]:
     if alone and 2 * len(alone) <= len(view.facts):
         is_certain = conditioned and view.waiting
         # Each condition has led its ranks to other work.
-        by_condition: dict[str, list[int]] = defaultdict(list)
-        for rank in alone:
-            by_condition[view.activities[rank].rank_condition].append(rank)
-        for ranks in map(tuple, by_condition.values()):
+        for ranks in ranks_by({rank: view.activities[rank].rank_condition for rank in alone}).values():
             yield _finding(view, ranks, Confidence.CERTAIN if is_certain else _confidence_without(view, ranks))
 
 
@@ -170,7 +167,7 @@ def _finding(view: Timeline, ranks: tuple[int, ...], confidence: Confidence) -> 
     condition = f" {under_words(doing.rank_condition)}" if doing.rank_condition else ""
     who = f"{clause(ranks, 'is|are working alone')}{condition}"
     # A rank that waits for a file of these is in no collective.
-    others = tuple(rank for rank in sorted(view.facts) if rank not in ranks)
+    others = view.besides(ranks)
     text = f"{who} {where_words(view, ranks[0])}{while_others_wait(view, ranks)}."
     if not view.waiting:
         waits = clause(others, "waits|wait by itself|themselves")
@@ -189,7 +186,6 @@ def _gathering(view: Timeline, ranks: tuple[int, ...]) -> Finding:
         f"and {verb(ranks, 'waits', 'wait')} there in {wait_words(view, rank)}, which needs all ranks"
         f"{_others_words(view, ranks)}."
     )
-    split = view.divergence
     return finding(
         view,
         ranks,
@@ -198,7 +194,7 @@ def _gathering(view: Timeline, ranks: tuple[int, ...]) -> Finding:
         location=_called_at(view, rank),
         evidence=(
             *condition_evidence(view, ranks),
-            *(call_evidence(split) if split is not None else ()),
+            *call_evidence(view.divergence),
             *where_evidence(view, view.facts),
             *recorder_evidence(view),
         ),

@@ -1,6 +1,5 @@
 """The cause shm-exhausted: /dev/shm is full, so that a rank's workers cannot hand over their batches."""
 
-from collections import defaultdict
 from collections.abc import Iterator
 
 from lightning_ncclsafe.facts import RankFacts
@@ -16,6 +15,7 @@ from lightning_ncclsafe.rules.kit import (
     hang_rule,
     how_we_know,
     is_bus_error,
+    ranks_by,
     ranks_words,
     says_shm_is_full,
     shm_is_full,
@@ -54,12 +54,10 @@ def shm_exhausted(view: Timeline) -> Iterator[Finding]:
     Cannot see:
         Who filled it.
     """
-    alike: dict[Confidence, list[int]] = defaultdict(list)
-    for rank, facts in sorted(view.facts.items()):
-        if (confidence := _confidence(facts)) is not None:
-            alike[confidence].append(rank)
+    alike = ranks_by({rank: _confidence(facts) for rank, facts in sorted(view.facts.items())})
     for confidence, ranks in alike.items():
-        yield _raised(view, tuple(ranks), confidence)
+        if confidence is not None:
+            yield _raised(view, ranks, confidence)
     for rank in view.working(view.stragglers):
         if shm_is_full(view.facts[rank]) and view.activities[rank].waits_for_data:
             yield _waits(view, rank)

@@ -1,6 +1,5 @@
 """The cause skipped-step: a rank skipped the backward pass of a batch, in which its peers wait for it."""
 
-import itertools
 from collections.abc import Iterator
 
 from lightning_ncclsafe.code.libraries import BACKWARD
@@ -27,8 +26,10 @@ from lightning_ncclsafe.rules.kit import (
     hang_rule,
     how_we_know,
     is_in,
+    is_in_action,
     joined,
     location_of,
+    message_of,
     phase_evidence,
     ranks_words,
     shift,
@@ -86,7 +87,7 @@ def skipped_step(view: Timeline) -> Iterator[Finding]:
         A backward pass called as loss.backward() instead of self.manual_backward(loss); which of several return
         statements it was; that a context manager of another file has caught an exception.
     """
-    refused = tuple(rank for rank in view.raised if _is_refused(view.facts[rank]))
+    refused = tuple(rank for rank in view.raised if message_of(view.facts[rank]).startswith(_REFUSED))
     if refused:
         # Which of several lines returned nothing is not recorded.
         steps = view.facts[refused[0]].steps
@@ -115,11 +116,9 @@ def _around_forward(view: Timeline) -> tuple[Shift, DecidingBranches] | None:
     unit, deciding = unit_of(first.call, caller), decision(view, location_of(first.frame))
     if unit is None or unit.kind is not UnitKind.FSDP_UNIT or deciding is None or len(deciding.branches) != 1:
         return None
-    return (first, deciding) if deciding.branches[0][1].jump and _is_in_step(caller) else None
-
-
-def _is_in_step(facts: RankFacts) -> bool:
-    return any(action.name.endswith(".training_step") for action in facts.progress.actions)
+    return (
+        (first, deciding) if deciding.branches[0][1].jump and is_in_action(caller.progress, ".training_step") else None
+    )
 
 
 def _forward_finding(view: Timeline, first: Shift, deciding: DecidingBranches) -> Finding:
@@ -152,7 +151,7 @@ def _in_a_later_batch(view: Timeline) -> tuple[int, ...]:
     epochs = {each.epoch for each in now.values()}
     is_one_epoch = len(epochs) == 1 and -1 not in epochs
     are_training = all(each.phase is Phase.TRAIN for each in now.values())
-    if not (are_inspected and passes and is_one_epoch and are_training) or {*view.waiting} != {*now} or view.silent:
+    if not (are_inspected and passes and is_one_epoch and are_training) or not view.all_wait:
         return ()
     # Accumulated gradients are also exchanged in a rank's last batch.
     if any(now[rank].is_last_batch for rank in passes):
@@ -162,7 +161,7 @@ def _in_a_later_batch(view: Timeline) -> tuple[int, ...]:
 
 
 def _inspected_finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
-    others = tuple(rank for rank in sorted(view.facts) if rank not in ranks)
+    others = view.besides(ranks)
     there, here = (view.facts[some[0]].progress for some in (ranks, others))
     return finding(
         view,
@@ -232,10 +231,6 @@ def _call_evidence(skipped_at: str, ways: tuple[str, ...]) -> Iterator[Evidence]
         yield Evidence(source="source code", text=f"The skipped pass is called at {short_place(skipped_at)}{around}.")
 
 
-def _is_refused(facts: RankFacts) -> bool:
-    return facts.exception is not None and facts.exception.message.startswith(_REFUSED)
-
-
 def _skipped_more(view: Timeline) -> tuple[int, ...]:
     """Ranks that have skipped more backward passes than others; empty if the passes are unknown."""
     steps = {rank: facts.steps for rank, facts in sorted(view.facts.items())}
@@ -272,7 +267,12 @@ def _is_awaited_in_batch(view: Timeline, rank: int, by: int) -> bool:
     steps, facts = view.facts[rank].steps, view.facts[by]
     is_there = (steps.skipped_epoch, steps.skipped_batch) == (facts.progress.epoch, facts.progress.batch_idx)
     call = view.activities[by].collective if by in view.waiting else None
-    return is_there and call is not None and _is_in_step(facts) and _has_left_out(view, rank, call)
+    return (
+        is_there
+        and call is not None
+        and is_in_action(facts.progress, ".training_step")
+        and _has_left_out(view, rank, call)
+    )
 
 
 def _has_left_out(view: Timeline, rank: int, call: Collective) -> bool:
@@ -334,8 +334,7 @@ def _at(facts: RankFacts) -> str:
 
 
 def _evidence(view: Timeline, ranks: tuple[int, ...]) -> Iterator[Evidence]:
-    others = (rank for rank in sorted(view.facts) if rank not in set(ranks))
-    for rank in [*ranks[:_LISTED], *itertools.islice(others, _OTHERS)]:
+    for rank in (*ranks[:_LISTED], *view.besides(ranks)[:_OTHERS]):
         facts = view.facts[rank]
         steps, raised = facts.steps, facts.exception
         text = f"{steps.with_backward} batches had a backward pass, {steps.skipped} had none."

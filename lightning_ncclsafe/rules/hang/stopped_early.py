@@ -15,11 +15,13 @@ from lightning_ncclsafe.rules.kit import (
     capitalised,
     clause,
     different_counts,
+    evidence_about,
     finding,
     had_fewer_batches,
     hang_rule,
     joined,
     out_of_data_first,
+    ranks_by,
     ranks_words,
     recorder_evidence,
     skips_steps,
@@ -81,8 +83,8 @@ def stopped_early(view: Timeline) -> Iterator[Finding]:
         Who set trainer.should_stop; loops in the user's code.
     """
     early = out_of_data_first(view)
-    trainers = {rank: facts.trainer for rank, facts in view.facts.items() if facts.trainer is not None}
-    others = tuple(rank for rank in sorted(view.facts) if rank not in set(early))
+    trainers = view.trainers
+    others = view.besides(early)
     if not early or trainers.keys() != view.facts.keys() or had_fewer_batches(view, early):
         return
     ends = {trainers[rank].end for rank in early}
@@ -138,7 +140,7 @@ def _have_skipped_validation(view: Timeline, early: tuple[int, ...], others: tup
 
     With NCCL, the others may be a whole epoch ahead of their devices: a rank that was asked to stop has not skipped it.
     """
-    trainers = [_trainer(view, rank) for rank in early]
+    trainers = [view.trainers[rank] for rank in early]
     are_cut_short = all(one.end is LoopEnd.UNKNOWN and _is_cut_short(one) and one.ended_at for one in trainers)
     were_stopped = all(one.end is LoopEnd.SHOULD_STOP for one in trainers)
     return without_validation(view, early, others) and not are_cut_short and not were_stopped
@@ -150,7 +152,7 @@ def _batches_left(view: Timeline, early: tuple[int, ...], others: tuple[int, ...
     If ranks answer themselves, it is known why an epoch ended.
     """
     now = {rank: facts.progress for rank, facts in view.facts.items()}
-    counts = {_trainer(view, rank).batches for rank in now}
+    counts = {view.trainers[rank].batches for rank in now}
     epochs = {now[rank].epoch for rank in others}
     are_inspected = all(facts.inspection is not None for facts in view.facts.values())
     are_training = all(each.phase is Phase.TRAIN for each in now.values())
@@ -219,27 +221,21 @@ def _finding(
     )
 
 
-def _trainer(view: Timeline, rank: int) -> TrainerFacts:
-    trainer = view.facts[rank].trainer
-    assert trainer is not None
-    return trainer
-
-
 def _places(view: Timeline, early: tuple[int, ...], others: tuple[int, ...]) -> list[str]:
     """The lines that may have let these ranks continue."""
     if _have_skipped_validation(view, early, others):
-        return [*dict.fromkeys(place for rank in early for place in _trainer(view, rank).validates_at)]
-    return [*dict.fromkeys(place for rank in early for place in _trainer(view, rank).ended_at)]
+        return [*dict.fromkeys(place for rank in early for place in view.trainers[rank].validates_at)]
+    return [*dict.fromkeys(place for rank in early for place in view.trainers[rank].ended_at)]
 
 
 def _may_be_callback(view: Timeline, early: tuple[int, ...]) -> bool:
     """Whether one of Lightning's own callbacks may have set should_stop."""
-    trainers = (_trainer(view, rank) for rank in early)
+    trainers = (view.trainers[rank] for rank in early)
     return any(one.end is LoopEnd.SHOULD_STOP and _STOPPING.intersection(one.callbacks) for one in trainers)
 
 
 def _at(view: Timeline, rank: int) -> str:
-    trainer = _trainer(view, rank)
+    trainer = view.trainers[rank]
     if not trainer.batches_begun:
         words = batch_words(view.facts[rank].progress)
         return f"and is {words if words.startswith(('in ', 'before ')) else f'in {words}'}"
@@ -247,14 +243,14 @@ def _at(view: Timeline, rank: int) -> str:
 
 
 def _evidence(view: Timeline, early: tuple[int, ...], places: list[str], did: str) -> Iterator[Evidence]:
-    alike: dict[str, list[int]] = {}
+    seen: dict[int, str] = {}
     for rank in sorted(view.facts, key=lambda rank: rank not in early):
-        trainer = _trainer(view, rank)
+        trainer = view.trainers[rank]
         stopping = sorted(_STOPPING.intersection(trainer.callbacks))
         can = f"; its {' and '.join(stopping)} can stop it" if stopping else ""
-        alike.setdefault(f"{batch_words(view.facts[rank].progress)}, {_at(view, rank)}{can}", []).append(rank)
+        seen[rank] = f"{batch_words(view.facts[rank].progress)}, {_at(view, rank)}{can}"
     for place in places:
         yield Evidence(source="source code", text=f"{place} may have {did}.")
-    for words, ranks in list(alike.items())[:16]:
+    for words, ranks in list(ranks_by(seen).items())[:16]:
         text = f"{capitalised(ranks_words(ranks))}: {words}."
-        yield Evidence(source="trainer", rank=ranks[0] if len(ranks) == 1 else None, text=text)
+        yield evidence_about(ranks, "trainer", text)

@@ -19,6 +19,7 @@ from lightning_ncclsafe.rules.kit import (
     group_words,
     hang_rule,
     is_unenforced,
+    message_of,
     own_timeouts,
     ranks_words,
     usual_timeouts_ms,
@@ -95,7 +96,7 @@ def timeout_misuse(view: Timeline) -> Iterator[Finding]:
 
 def _expired(facts: RankFacts) -> _Timeout | None:
     """The timeout after which this rank's wait ended, by its exception; None if unknown."""
-    message = facts.exception.message if facts.exception is not None else ""
+    message = message_of(facts)
     match = _EXPIRED.search(message) if _ASKS_AGAIN not in message else None
     numbers = match.groups() if match else ()
     found = (_Timeout(int(ms), limited) for ms, limited in zip(numbers, _LIMITED, strict=False) if ms)

@@ -9,13 +9,13 @@ from lightning_ncclsafe.rules.kit import (
     Finding,
     LeftLoop,
     Plan,
-    Position,
     Severity,
     Timeline,
     batch_words,
     batches_through_epoch,
     capitalised,
     clause,
+    evidence_about,
     finding,
     had_fewer_batches,
     hang_rule,
@@ -25,6 +25,7 @@ from lightning_ncclsafe.rules.kit import (
     others_wait,
     out_of_data_first,
     positions,
+    ranks_by,
     ranks_words,
     recorder_evidence,
     short_place,
@@ -83,7 +84,7 @@ def uneven_batches(view: Timeline) -> Iterator[Finding]:
 
 
 def _finding(view: Timeline, short: tuple[int, ...]) -> Finding:
-    others = tuple(rank for rank in sorted(view.facts) if rank not in set(short))
+    others = view.besides(short)
     lengths = _lengths(view)
     is_stopped = _is_stopped(view, short)
     is_inspected = any(facts.inspection is not None for facts in view.facts.values())
@@ -137,7 +138,7 @@ def _line_evidence(place: str) -> Iterator[Evidence]:
 
 def _loop_finding(view: Timeline, left: LeftLoop) -> Finding:
     """Without a Trainer no batches are counted; the source shows the loop that ranks are in."""
-    others = tuple(rank for rank in sorted(view.facts) if rank not in left.ranks)
+    others = view.besides(left.ranks)
     loop, where = f"`{left.loop.code}` (line {left.loop.line})", f"{location_of(left.loop)}."
     text = (
         f"{clause(left.ranks, 'has|have left')} the loop {loop} in which {clause(others, 'is|are still')}: "
@@ -235,12 +236,10 @@ def _lengths(view: Timeline) -> dict[int, int]:
 
 
 def _evidence(view: Timeline) -> Iterator[Evidence]:
-    alike: dict[tuple[Position, int | None], list[int]] = {}
     lengths = _lengths(view)
-    for rank, position in positions(view).items():
-        alike.setdefault((position, lengths.get(rank)), []).append(rank)
+    alike = ranks_by({rank: (position, lengths.get(rank)) for rank, position in positions(view).items()})
     for (position, length), ranks in sorted(alike.items(), key=lambda item: item[1])[:16]:
         has = f"; its loader has {length} batches" if length is not None else ""
         text = f"{capitalised(ranks_words(ranks))}: {batch_words(view.facts[ranks[0]].progress)}{has}."
         last = " This was its last batch." if position.stage == 1 else ""
-        yield Evidence(source="phase", rank=ranks[0] if len(ranks) == 1 else None, text=text + last)
+        yield evidence_about(ranks, "phase", text + last)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from lightning_ncclsafe.facts import Frame, RankFacts
+from lightning_ncclsafe.facts import Frame
 from lightning_ncclsafe.rules.kit import (
     Confidence,
     Evidence,
@@ -16,6 +16,7 @@ from lightning_ncclsafe.rules.kit import (
     has_batches_left,
     in_trainer_again,
     is_gone,
+    is_in_action,
     joined,
     left_in_order,
     location_of,
@@ -93,19 +94,16 @@ def _evidence(view: Timeline, ranks: tuple[int, ...], finished: tuple[int, ...])
 
 def _gone_before_the_end(view: Timeline, ranks: tuple[int, ...]) -> tuple[int, ...]:
     """Ranks whose processes have exited while these inspected ranks are in hooks at the end of the Trainer's call."""
-    if not all(facts.inspection is not None and _is_at_end(facts) for facts in map(view.facts.__getitem__, ranks)):
+    facts = [view.facts[rank] for rank in ranks]
+    if not all(one.inspection is not None and is_in_action(one.progress, *_AT_END) for one in facts):
         return ()
     gone = tuple(rank for rank in view.silent if rank in view.witnesses and is_gone(view, rank))
     return gone if all(left_in_order(view.witnesses[rank]) for rank in gone) else ()
 
 
-def _is_at_end(facts: RankFacts) -> bool:
-    return any(action.name.endswith(_AT_END) for action in facts.progress.actions)
-
-
 def _another_call(view: Timeline, calls: dict[int, Frame]) -> Finding:
     ranks = tuple(sorted(calls))
-    finished = tuple(rank for rank in sorted(view.facts) if rank not in calls)
+    finished = view.besides(calls)
     text = (
         f"{clause(ranks, 'has|have called the Trainer again from within its own call')}, "
         f"{place_words(calls[ranks[0]])}, and {clause(finished, 'has|have not')}: "

@@ -1,7 +1,6 @@
 """The cause unmatched-p2p: ranks wait for sends and receives that do not match each other."""
 
 import itertools
-from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
 from lightning_ncclsafe.code.libraries import MODULE_CALLS
@@ -33,11 +32,11 @@ from lightning_ncclsafe.rules.kit import (
     peer_of,
     peer_waited_for,
     place_words,
+    ranks_by,
     ranks_words,
     send_recv_pairs,
     sole_receiver,
     stack_evidence,
-    verb,
     wait_words,
     waits_in_one_group,
     where_evidence,
@@ -88,7 +87,7 @@ def unmatched_p2p(view: Timeline) -> Iterator[Finding]:
         return
     sides = tuple(rank for rank in view.waiting if _waits_for_peer(view, rank))
     # A rank that still works, or one that is gone, may be the other side.
-    if set(view.waiting) != set(view.facts) or view.silent or view.raised:
+    if not view.all_wait:
         return
     if len(sides) > 1:
         yield _finding(view, sides)
@@ -274,9 +273,7 @@ def _no_sender(view: Timeline, rank: int) -> Finding:
 
 
 def _finding(view: Timeline, sides: tuple[int, ...]) -> Finding:
-    places: dict[str, list[int]] = defaultdict(list)
-    for rank in sides:
-        places[place_words(view.activities[rank].frame)].append(rank)
+    places = ranks_by({rank: place_words(view.activities[rank].frame) for rank in sides})
     parts = [f"{clause(ranks, 'waits|wait')} {place}" for place, ranks in places.items()]
     batch = batch_words(view.facts[sides[0]].progress)
     first = f"{', '.join(parts)}, {batch}, for sends or receives that never complete: none matches the other side."
@@ -292,7 +289,7 @@ def _finding(view: Timeline, sides: tuple[int, ...]) -> Finding:
 
 def _others(view: Timeline, sides: tuple[int, ...]) -> str:
     others = view.waiting_besides(sides)
-    return f"{capitalised(ranks_words(others))} {verb(others, 'waits', 'wait')} for them." if others else ""
+    return f"{capitalised(clause(others, 'waits|wait'))} for them." if others else ""
 
 
 def _evidence(view: Timeline, sides: tuple[int, ...]) -> Iterator[Evidence]:

@@ -27,6 +27,8 @@ from lightning_ncclsafe.rules.kit import (
     hang_rule,
     how_we_know,
     is_in,
+    is_in_action,
+    message_of,
     once,
     out_of_data_first,
     ranks_words,
@@ -79,7 +81,7 @@ def unused_parameters(view: Timeline) -> Iterator[Finding]:
         Which line left the part out if its name does not appear in forward or training_step; under FSDP, units of equal
         size.
     """
-    refused = tuple(rank for rank in view.raised if _is_refused(view.facts[rank]))
+    refused = tuple(rank for rank in view.raised if message_of(view.facts[rank]).startswith(_REFUSED))
     if refused:
         yield _refusal(view, refused)
     elif not view.raised and not gathering_alone(view) and not alone_in_trainer(view):
@@ -90,10 +92,6 @@ def unused_parameters(view: Timeline) -> Iterator[Finding]:
             yield _reduced_less(view, lacking)
         elif (split := _gathering_different_units(view)) is not None:
             yield _different_units(view, split)
-
-
-def _is_refused(facts: RankFacts) -> bool:
-    return facts.exception is not None and facts.exception.message.startswith(_REFUSED)
 
 
 def _with_incomplete_pass(view: Timeline) -> tuple[int, ...]:
@@ -130,7 +128,7 @@ def _without_gradient(view: Timeline) -> tuple[int, ...]:
 
 def _is_past(view: Timeline, rank: int, awaited: dict[int, Collective]) -> bool:
     """Whether a rank is not in a backward pass and has not called something that others wait in, under any number."""
-    if any(action.name.endswith(".backward") for action in view.facts[rank].progress.actions):
+    if is_in_action(view.facts[rank].progress, ".backward"):
         return False
     calls = {(call.group, call.seq, signature(call)): call for call in awaited.values()}
     return any(_has_left_out(view, rank, call) for call in calls.values())

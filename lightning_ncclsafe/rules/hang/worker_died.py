@@ -1,12 +1,11 @@
 """The cause worker-died: a process that works for a rank was killed or failed, and the rank waits for it."""
 
-import itertools
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from lightning_ncclsafe.code.libraries import DATALOADER, HANDING_OVER, WAITS_FOR_PROCESSES
-from lightning_ncclsafe.facts import EndedProcess, Frame, RankFacts
+from lightning_ncclsafe.facts import EndedProcess, RankFacts
 from lightning_ncclsafe.rules.kit import (
     Confidence,
     Evidence,
@@ -17,7 +16,9 @@ from lightning_ncclsafe.rules.kit import (
     Timeline,
     at_words,
     batch_words,
+    below_user,
     clause,
+    deepest_user_frame,
     duration_words,
     exception_evidence,
     exit_calls,
@@ -28,6 +29,7 @@ from lightning_ncclsafe.rules.kit import (
     is_in,
     location_of,
     memory_evidence,
+    message_of,
     says_shm_is_full,
     short_of_memory,
     short_place,
@@ -122,7 +124,7 @@ def worker_died(view: Timeline) -> Iterator[Finding]:
 
 
 def _worker_message(facts: RankFacts) -> re.Match[str] | None:
-    return _DIED.search(facts.exception.message) if facts.exception is not None else None
+    return _DIED.search(message_of(facts))
 
 
 def _named(facts: RankFacts, pids: str) -> Iterator[EndedProcess]:
@@ -152,8 +154,7 @@ def _waits_for_a_process(facts: RankFacts) -> bool:
 
 def _waits_for_users_process(facts: RankFacts) -> bool:
     """Whether it waits for a process of the user's; torch's loader watches its own workers and raises if one dies."""
-    inner = itertools.takewhile(lambda frame: not frame.user, reversed(facts.stack))
-    return _waits_for_a_process(facts) and not is_in(DATALOADER, inner)
+    return _waits_for_a_process(facts) and not is_in(DATALOADER, below_user(facts.stack))
 
 
 def _raised(view: Timeline, pids: dict[int, str], signal: str, confidence: Confidence) -> Finding:
@@ -161,7 +162,7 @@ def _raised(view: Timeline, pids: dict[int, str], signal: str, confidence: Confi
     facts = view.facts[ranks[0]]
     how = clause(ranks, "was|were killed by a signal") + f" ({signal})" if signal else clause(ranks, _ENDED)
     whose = f"The loader's worker {pids[ranks[0]]}" if pids[ranks[0]] else "A worker process"
-    frame = _crashed_at(_named(facts, pids[ranks[0]]))
+    frame = first_user_frame(child.stack for child in _named(facts, pids[ranks[0]]))
     calls = _exit_calls(view, ranks, signal)
     at = at_words(frame) if calls.only is None else f", as after {calls.only.code} at {short_place(calls.only.place)}"
     killer = _killer(facts, signal or _KILLS[0])
@@ -214,7 +215,7 @@ def _waits_in_vain(view: Timeline, rank: int) -> Finding:
     chosen = (killed or ended)[0]
     is_own = _waits_for_users_process(facts)
     waits = "waits for another process" if is_own else "waits for its dataloader"
-    frame = _crashed_at([chosen])
+    frame = deepest_user_frame(chosen.stack)
     calls = _calls(view, chosen.exit_code, chosen.signal)
     text = (
         f"Rank {rank} {waits}, and its child process {chosen.pid} {_end_words(chosen)}{at_words(frame)}"
@@ -256,11 +257,6 @@ def _misses_a_worker(facts: RankFacts) -> bool:
     started = max((loader.num_workers for loader in facts.loaders), default=0)
     is_known = not any(text.startswith("workers:") for text in facts.missing)
     return is_known and len(alive) < started
-
-
-def _crashed_at(children: Iterable[EndedProcess]) -> Frame | None:
-    """The user's line that the first of these children crashed at, or below; None if that is unknown."""
-    return first_user_frame(child.stack for child in children)
 
 
 def _end_words(child: EndedProcess) -> str:

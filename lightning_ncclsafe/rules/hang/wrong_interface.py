@@ -1,7 +1,6 @@
 """The cause wrong-interface: the network interfaces that ranks use do not reach each other."""
 
 import re
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -14,6 +13,7 @@ from lightning_ncclsafe.rules.kit import (
     clause,
     finding,
     hang_rule,
+    ranks_by,
     ranks_words,
     verb,
     waits_in_init,
@@ -101,14 +101,12 @@ def _loopback(taken: dict[int, InterfaceFacts]) -> Iterator[_Problem]:
 
 
 def _same_address(taken: dict[int, InterfaceFacts], where: dict[int, str]) -> Iterator[_Problem]:
-    users: dict[str, list[int]] = defaultdict(list)
-    for rank, interface in sorted(taken.items()):
-        users[interface.address].append(rank)
+    users = ranks_by({rank: interface.address for rank, interface in sorted(taken.items())})
     for address, ranks in users.items():
         if address and len({where.get(rank, "") for rank in ranks}) > 1:
             name = taken[ranks[0]].name
             text = f"{ranks_words(ranks)} on different hosts use the same address {address} ({name}), a bridge's"
-            yield _Problem(tuple(ranks), text, Confidence.LIKELY)
+            yield _Problem(ranks, text, Confidence.LIKELY)
 
 
 def _bridges(taken: dict[int, InterfaceFacts]) -> Iterator[_Problem]:
@@ -121,14 +119,11 @@ def _bridges(taken: dict[int, InterfaceFacts]) -> Iterator[_Problem]:
 
 def _different_networks(taken: dict[int, InterfaceFacts]) -> Iterator[_Problem]:
     """Different networks: a route may lead from one to the other."""
-    networks: dict[str, list[int]] = defaultdict(list)
-    for rank, interface in sorted(taken.items()):
-        if interface.network:
-            networks[interface.network].append(rank)
+    networks = ranks_by({rank: one.network for rank, one in sorted(taken.items()) if one.network})
     if len(networks) > 1:
         fewest = min(networks.values(), key=len)
         listed = ", ".join(f"{ranks_words(ranks)} in {network}" for network, ranks in [*networks.items()][:4])
-        yield _Problem(tuple(fewest), f"ranks use addresses in different networks: {listed}", Confidence.POSSIBLE)
+        yield _Problem(fewest, f"ranks use addresses in different networks: {listed}", Confidence.POSSIBLE)
 
 
 def _finding(view: Timeline, taken: dict[int, InterfaceFacts], problem: _Problem, unseen: tuple[int, ...]) -> Finding:

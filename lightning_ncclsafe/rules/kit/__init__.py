@@ -1,12 +1,12 @@
 """What rules share, all importable from here: how a rule is declared, what it asks about a job, and how it words it.
 
-``rule`` declares rules. Rules read a view: ``timeline`` of a job that waits, ``data`` before a stage, ``hosts`` before
-training. In a stack, ``frames`` finds the user's lines, and ``landmarks`` the known code around and below them. Of a
-job that waits, ``activity`` answers what a rank does and waits for, ``purpose`` what a collective is for, ``positions``
-how far ranks are in their data, ``user_lines`` which line of the user's code decides. Four modules compare what ranks
-call: ``divergences`` by the recorder, ``waits`` by stacks, ``shifts`` by calls that only some have made, ``passes`` by
-backward passes. The others are about one kind of evidence each. ``sentences`` builds findings, with the words in
-``wording``.
+``rule`` declares rules, and ``parts`` says which ranks deviate. Rules read a view: ``timeline`` of a job that waits,
+``data`` before a stage, ``hosts`` before training. In a stack, ``frames`` finds the user's lines, and ``landmarks`` the
+known code around and below them. Of a job that waits, ``activity`` answers what a rank does and waits for, ``purpose``
+what a collective is for, ``positions`` how far ranks are in their data, ``user_lines`` which line of the user's code
+decides. Four modules compare what ranks call: ``divergences`` by the recorder, ``waits`` by stacks, ``shifts`` by calls
+that only some have made, ``passes`` by backward passes. The others are about one kind of evidence each. ``sentences``
+builds findings, with the words in ``wording``.
 """
 
 from lightning_ncclsafe.facts.findings import Confidence as Confidence
@@ -30,6 +30,7 @@ from lightning_ncclsafe.rules.kit.hosts import *
 from lightning_ncclsafe.rules.kit.landmarks import *
 from lightning_ncclsafe.rules.kit.machine import *
 from lightning_ncclsafe.rules.kit.own_timeouts import *
+from lightning_ncclsafe.rules.kit.parts import *
 from lightning_ncclsafe.rules.kit.passes import *
 from lightning_ncclsafe.rules.kit.positions import *
 from lightning_ncclsafe.rules.kit.purpose import *

@@ -278,6 +278,16 @@ def innermost_action(progress: Progress) -> Action | None:
     return next((one for one in reversed(progress.actions) if one.name not in _WRAPPERS), None)
 
 
+def is_in_action(progress: Progress, *ends: str) -> bool:
+    """Whether the name of one of Lightning's present actions ends in one of these ways: ``".training_step"``."""
+    return any(action.name.endswith(ends) for action in progress.actions)
+
+
+def waits_in_init(facts: RankFacts) -> bool:
+    """Whether a rank waits in ``init_process_group`` for the others to join."""
+    return any(action.name == "init_process_group" for action in facts.progress.actions)
+
+
 def hook_words(name: str) -> str:
     """The readable name of an action: ``"[Callback]main.<locals>.Early{'mode': 'min'}.setup"`` is ``"Early.setup"``."""
     if name.startswith("barrier:"):

@@ -7,7 +7,14 @@ from functools import partial
 from lightning_ncclsafe.code.libraries import DTENSOR, FSDP
 from lightning_ncclsafe.facts import ELSE, PAST, Frame, Phase, RankFacts, UnitKind
 from lightning_ncclsafe.rules.kit.activity import has_no_trainer, open_collectives, waits_for_silent_device
-from lightning_ncclsafe.rules.kit.frames import below_user, deepest_user_frame, is_in, starts_trainer, trainer_start
+from lightning_ncclsafe.rules.kit.frames import (
+    below_user,
+    deepest_user_frame,
+    is_in,
+    outside_trainer,
+    starts_trainer,
+    user_frames,
+)
 from lightning_ncclsafe.rules.kit.gloo_aborts import aborted_by_gloo
 from lightning_ncclsafe.rules.kit.landmarks import Kind, condition_around
 from lightning_ncclsafe.rules.kit.purpose import unit_of
@@ -135,7 +142,8 @@ def alone_in_trainer(view: Timeline) -> dict[int, str]:
     # After `if rank == 0: return` the other ranks call it, and none of them alone.
     first = {rank: facts for rank, facts in view.facts.items() if facts.local_rank == 0 and not has_no_trainer(facts)}
     conditions = {rank: condition for rank, facts in first.items() if (condition := _around_trainer(facts))}
-    calls = {rank: tuple((frame.file, frame.line) for frame in _outside(facts)) for rank, facts in view.facts.items()}
+    outer = {rank: user_frames(outside_trainer(facts.stack)) for rank, facts in view.facts.items()}
+    calls = {rank: tuple((frame.file, frame.line) for frame in frames) for rank, frames in outer.items()}
     alone = {calls[rank] for rank in conditions}
     others = [calls[rank] for rank in view.facts if rank not in conditions]
     are_elsewhere = bool(others or view.silent) and all(call and call not in alone for call in others)
@@ -177,7 +185,9 @@ def _calls_trainer_again(facts: RankFacts) -> Frame | None:
 
 def _around_trainer(facts: RankFacts) -> str:
     """The condition on rank 0 around the call of the Trainer; empty if there is none."""
-    conditions = (frame.rank_condition for frame in reversed(_outside(facts)) if frame.rank_condition)
+    conditions = (
+        frame.rank_condition for frame in reversed(user_frames(outside_trainer(facts.stack))) if frame.rank_condition
+    )
     return next(filter(_is_of_rank_zero, conditions), "")
 
 
@@ -185,11 +195,6 @@ def _is_of_rank_zero(condition: str) -> bool:
     known = _OF_OTHERS if condition.startswith((ELSE, PAST)) else _OF_RANK_ZERO
     # The rest of its line, behind the colon, is not part of the condition.
     return known.search(condition.partition(":")[0]) is not None
-
-
-def _outside(facts: RankFacts) -> tuple[Frame, ...]:
-    """The user's frames around the Trainer's; all user frames if the Trainer does not run."""
-    return tuple(frame for frame in facts.stack[: trainer_start(facts.stack) or None] if frame.user)
 
 
 @once

@@ -138,7 +138,7 @@ def _ranks_concerned(view: Timeline, rule: Rule[Any], finding: Finding) -> Itera
     """
     yield from finding.ranks[:_LISTED]
     if rule.is_mutual:
-        yield from itertools.islice((rank for rank in sorted(view.facts) if rank not in finding.ranks), _LISTED)
+        yield from view.besides(finding.ranks)[:_LISTED]
     elif finding.ranks and set(finding.ranks) <= set(view.silent):
         survived = (rank for rank, facts in sorted(view.facts.items()) if any(map(_left_a_call, facts.caught)))
         yield from itertools.islice(survived, _LISTED)

@@ -1,13 +1,12 @@
 """The view that agreement rules read: what each rank presents about its data, which ranks deviate, and in words."""
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from functools import cached_property
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 from lightning_ncclsafe.facts import DataFacts, JobFacts, LoaderFacts
 from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding, Severity
+from lightning_ncclsafe.rules.kit.parts import Groups, evidence_about, grouped
 from lightning_ncclsafe.rules.kit.rule import Rules, View
 from lightning_ncclsafe.rules.kit.wording import capitalised, counted, plural, ranks_words
 
@@ -27,38 +26,6 @@ CONTENTS = {"paths", "values", "items"}
 
 # The kinds of fingerprints that are equal whenever the data is, even if another host keeps it elsewhere.
 _EQUAL_FOR_COPIES = ("indices", "files", "batches", "values", "names", "counts")
-
-
-@dataclass(frozen=True, slots=True)
-class Groups(Generic[_T]):
-    """Ranks grouped by one value of each.
-
-    Attributes:
-        parts: Each value with its ranks, ascending: the most frequent value first, then by lowest rank.
-    """
-
-    parts: tuple[tuple[_T, tuple[int, ...]], ...]
-
-    @property
-    def differ(self) -> bool:
-        """Whether there is more than one value."""
-        return len(self.parts) > 1
-
-    @property
-    def deviating(self) -> tuple[int, ...]:
-        """The ranks whose value is not that of more than half; all of them if there is no such majority."""
-        counts = [len(ranks) for _, ranks in self.parts]
-        first = 1 if counts and 2 * counts[0] > sum(counts) else 0
-        return tuple(sorted(rank for _, ranks in self.parts[first:] for rank in ranks))
-
-
-def grouped(values: Mapping[int, _T]) -> Groups[_T]:
-    """Ranks by value; the ranks have to come in ascending order."""
-    by_value: dict[_T, list[int]] = defaultdict(list)
-    for rank, value in values.items():
-        by_value[value].append(rank)
-    parts = ((value, tuple(ranks)) for value, ranks in by_value.items())
-    return Groups(tuple(sorted(parts, key=lambda part: (-len(part[1]), part[1]))))
 
 
 Questions = Mapping[str, Callable[[_X], object]]
@@ -275,11 +242,7 @@ def count_words(unit: str) -> Callable[[int | None], str]:
 def value_evidence(groups: Groups[_T], words: Callable[[_T], str] = value_words) -> tuple[Evidence, ...]:
     """One line for each value, with its ranks."""
     return tuple(
-        Evidence(
-            source="loader",
-            rank=ranks[0] if len(ranks) == 1 else None,
-            text=f"{capitalised(ranks_words(ranks))}: {words(value)}.",
-        )
+        evidence_about(ranks, "loader", f"{capitalised(ranks_words(ranks))}: {words(value)}.")
         for value, ranks in groups.parts[:_EVIDENCE]
     )
 
@@ -296,11 +259,6 @@ def differing_evidence(differing: Differences) -> tuple[Evidence, ...]:
         for name, groups in differing.items()
         for item in value_evidence(groups, lambda value, name=name: f"{name} {value_words(value)}")  # type: ignore[misc]
     )
-
-
-def deviating(groups: Iterable[Groups[_T]]) -> tuple[int, ...]:
-    """The ranks that deviate in any of these groupings, ascending."""
-    return tuple(sorted({rank for group in groups for rank in group.deviating}))
 
 
 def batches_words(loader: JobLoader) -> str:

@@ -25,12 +25,13 @@ from lightning_ncclsafe.rules.kit.gloo_aborts import (
     size_bytes,
 )
 from lightning_ncclsafe.rules.kit.landmarks import Kind, condition_around
+from lightning_ncclsafe.rules.kit.parts import evidence_about, minority
 from lightning_ncclsafe.rules.kit.purpose import unit_of, unit_words
 from lightning_ncclsafe.rules.kit.rule import once
 from lightning_ncclsafe.rules.kit.sentences import phase_evidence, stack_evidence, where_words
 from lightning_ncclsafe.rules.kit.shifts import shift
 from lightning_ncclsafe.rules.kit.silent_ranks import is_gone
-from lightning_ncclsafe.rules.kit.timeline import Divergence, Timeline, minority, stack_of
+from lightning_ncclsafe.rules.kit.timeline import Divergence, Timeline, stack_of
 from lightning_ncclsafe.rules.kit.user_lines import called_at
 from lightning_ncclsafe.rules.kit.waits import condition_of, is_of_wait, out_of_step, under_rank_condition
 from lightning_ncclsafe.rules.kit.wording import (
@@ -99,7 +100,7 @@ def odd_sizes(view: Timeline, split: Divergence) -> tuple[int, ...]:
     if not overrun or len(different) != 2:
         return culprits(view, split)
     smaller, larger = sorted(different, key=lambda variant: size_bytes(variant[0]))
-    return tuple(larger[1]) if len(larger[1]) < len(smaller[1]) + len(overrun) else tuple(smaller[1])
+    return larger[1] if len(larger[1]) < len(smaller[1]) + len(overrun) else smaller[1]
 
 
 def all_garbled(view: Timeline) -> bool:
@@ -123,7 +124,7 @@ def called_by_threads(view: Timeline) -> dict[int, Frame]:
     of the differing call, it has to be that thread's on one of the ranks. On another rank whose thread is at the same
     line, the thread has merely come later.
     """
-    split = view.divergence or view.lost_divergence
+    split = view.any_divergence
     calls = split.calls if split is not None else {}
     stacks = {
         rank: facts.thread_stack for rank, facts in view.facts.items() if _may_be_of_thread(calls.get(rank), facts)
@@ -164,11 +165,11 @@ def _call_words(call: Collective, facts: RankFacts) -> str:
     return f"{call_words(call)} for {unit}" if unit else call_words(call)
 
 
-def call_evidence(split: Divergence) -> Iterator[Evidence]:
-    """One line for each different call, with its number."""
-    for call, who in split.variants[:_LISTED]:
+def call_evidence(split: Divergence | None) -> Iterator[Evidence]:
+    """One line for each different call, with its number; nothing if there is no difference."""
+    for call, who in split.variants[:_LISTED] if split is not None else ():
         text = f"{capitalised(ranks_words(who))} called {collective_words(call)}."
-        yield Evidence(source="flight recorder", rank=who[0] if len(who) == 1 else None, text=text)
+        yield evidence_about(who, "flight recorder", text)
 
 
 def condition_evidence(view: Timeline, ranks: Iterable[int]) -> Iterator[Evidence]:

@@ -29,6 +29,11 @@ _OF_ITS_OWN = re.compile(
 )
 
 
+def message_of(facts: RankFacts) -> str:
+    """The message of a rank's exception; empty if it has raised none."""
+    return facts.exception.message if facts.exception is not None else ""
+
+
 def with_consequence(facts: RankFacts) -> RankFacts:
     """The same rank with ``is_consequence`` of its exception corrected by the message, whatever its type."""
     exception = facts.exception
@@ -112,7 +117,7 @@ def shm_is_full(facts: RankFacts) -> bool:
 
 def says_shm_is_full(facts: RankFacts) -> bool:
     """Whether its exception is about a full /dev/shm; "No space left" alone counts only if /dev/shm is full."""
-    message = facts.exception.message if facts.exception is not None else ""
+    message = message_of(facts)
     if _OTHER_LIMIT.search(message) or (_BUS_ERROR.search(message) and _has_much(facts)):
         return False
     return bool(_SHM_FULL.search(message)) or bool(_NO_SPACE.search(message) and shm_is_full(facts))
@@ -120,7 +125,7 @@ def says_shm_is_full(facts: RankFacts) -> bool:
 
 def is_bus_error(facts: RankFacts) -> bool:
     """Whether its exception is about a bus error, which exhausted shared memory may cause."""
-    return facts.exception is not None and bool(_BUS_ERROR.search(facts.exception.message))
+    return bool(_BUS_ERROR.search(message_of(facts)))
 
 
 def _has_much(facts: RankFacts) -> bool:

@@ -21,7 +21,6 @@ def expected_for_s(job: JobFacts, limit_s: Callable[[str], float]) -> float:
     not answer is never normal.
 
     Args:
-        job: The facts of all ranks that answered.
         limit_s: The hard limit, in seconds, by its name in ``PhaseTimeouts``.
     """
     incident = job.incident
@@ -44,9 +43,6 @@ def announced_for_s(job: JobFacts) -> float:
     """For how many more seconds no report is needed because ranks wait only for announced pauses; 0 if it is needed.
 
     It is a minute, as the pause may be over by then, or the time until the hard limit.
-
-    Args:
-        job: The facts of all ranks that answered.
     """
     if _is_alarming(job):
         return 0.0
@@ -63,9 +59,6 @@ def busy_for_s(job: JobFacts) -> float:
 
     That rank waits for something other than ranks. A report is needed once no rank has made progress for the suspicion
     threshold, and others wait for that rank, or no rank waits for another.
-
-    Args:
-        job: The facts of all ranks that answered.
     """
     if _is_alarming(job):
         return 0.0

@@ -24,6 +24,11 @@ def deepest_user_frame(stack: tuple[Frame, ...]) -> Frame | None:
     return next((frame for frame in reversed(stack) if frame.user), None)
 
 
+def user_frames(stack: Iterable[Frame]) -> tuple[Frame, ...]:
+    """The frames of the user's own code, outermost first."""
+    return tuple(frame for frame in stack if frame.user)
+
+
 def first_user_frame(stacks: Iterable[tuple[Frame, ...]]) -> Frame | None:
     """The innermost frame of the user's own code on the first of these stacks that has one."""
     return next((frame for stack in stacks if (frame := deepest_user_frame(stack)) is not None), None)
@@ -55,6 +60,11 @@ def trainer_start(stack: tuple[Frame, ...]) -> int:
 def inside_trainer(stack: tuple[Frame, ...]) -> tuple[Frame, ...]:
     """The frames from the one in which the Trainer starts to run; all of them if there is none."""
     return stack[trainer_start(stack) :]
+
+
+def outside_trainer(stack: tuple[Frame, ...]) -> tuple[Frame, ...]:
+    """The frames around the one in which the Trainer starts to run; all of them if there is none."""
+    return stack[: trainer_start(stack) or None]
 
 
 def is_compiling(stack: Iterable[Frame]) -> bool:

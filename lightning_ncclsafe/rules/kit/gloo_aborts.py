@@ -22,9 +22,10 @@ from lightning_ncclsafe.facts import Collective, Frame, RankFacts, element_bytes
 from lightning_ncclsafe.facts.findings import Evidence
 from lightning_ncclsafe.rules.kit.frames import below_user, deepest_user_frame, inside_trainer, is_in
 from lightning_ncclsafe.rules.kit.landmarks import condition_around
+from lightning_ncclsafe.rules.kit.parts import minority, ranks_by
 from lightning_ncclsafe.rules.kit.rule import once
 from lightning_ncclsafe.rules.kit.silent_ranks import is_gone, signal_of
-from lightning_ncclsafe.rules.kit.timeline import Timeline, minority, stack_of
+from lightning_ncclsafe.rules.kit.timeline import Timeline, stack_of
 from lightning_ncclsafe.rules.kit.wording import numel, ranks_words, verb
 
 # torch's frames between the caller's line and the collective.
@@ -228,11 +229,8 @@ def at_once(view: Timeline, call: Collective) -> tuple[int, ...]:
 
 def minority_by_site(view: Timeline, ranks: Iterable[int]) -> tuple[int, ...]:
     """The ranks that were not in the call that most of these were in, by their lines; empty if there is no majority."""
-    by_site: dict[_Site, list[int]] = {}
-    for rank in ranks:
-        if stack := stack_of(view, rank):
-            by_site.setdefault(_site(stack), []).append(rank)
-    return minority(by_site.values())
+    sites = {rank: _site(stack) for rank in ranks if (stack := stack_of(view, rank))}
+    return minority(ranks_by(sites).values())
 
 
 def bytes_at_once(call: Collective, world_size: int) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import TypeVar
 
 from lightning_ncclsafe.facts import JobFacts, PreflightFacts
-from lightning_ncclsafe.rules.kit.data import Groups, grouped
+from lightning_ncclsafe.rules.kit.parts import Groups, grouped
 from lightning_ncclsafe.rules.kit.rule import Rules, View
 from lightning_ncclsafe.rules.kit.wording import ranks_words
 

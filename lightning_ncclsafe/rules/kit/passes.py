@@ -4,6 +4,7 @@ from collections import Counter
 from typing import NamedTuple
 
 from lightning_ncclsafe.facts import StepFacts
+from lightning_ncclsafe.rules.kit.parts import ranks_by
 from lightning_ncclsafe.rules.kit.rule import once
 from lightning_ncclsafe.rules.kit.timeline import Timeline
 from lightning_ncclsafe.rules.kit.wording import ranks_words
@@ -83,13 +84,13 @@ class DifferentCounts(NamedTuple):
         by_count = self._by_count()
         few = min(by_count, key=lambda count: (len(by_count[count]), count))
         if len({len(who) for who in by_count.values()}) > 1:
-            return tuple(by_count[few])
+            return by_count[few]
         if self._is_searched:
             return tuple(sorted(self.made))
         odd = tuple(rank for rank, made in self.before.items() if made.of(self.kind) != self.made[rank].of(self.kind))
         if odd and len(self.before) == len(self.made) and len(odd) < len(self.made):
             return odd
-        return tuple(by_count[few])
+        return by_count[few]
 
     @property
     def is_more(self) -> bool:
@@ -132,11 +133,8 @@ class DifferentCounts(NamedTuple):
         are_manual = any(made.called[:1] not in ((), ("",)) for made in self.made.values())
         return self.kind == 0 and min(self._by_count()) > _USUAL_PASSES and not are_manual
 
-    def _by_count(self) -> dict[int, list[int]]:
-        ranks: dict[int, list[int]] = {}
-        for rank, made in self.made.items():
-            ranks.setdefault(made.of(self.kind), []).append(rank)
-        return ranks
+    def _by_count(self) -> dict[int, tuple[int, ...]]:
+        return ranks_by({rank: made.of(self.kind) for rank, made in self.made.items()})
 
 
 @once

@@ -1,10 +1,10 @@
 """How far each rank is in its data, compared between ranks: which ran out of data first, and which left a loop."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from lightning_ncclsafe.code.libraries import BACKWARD, BATCH, DDP, EARLY_STOPPING, END_OF_EPOCH, FSDP
-from lightning_ncclsafe.facts import Frame, LoopEnd, Phase, Progress, RankFacts, TrainerFacts
+from lightning_ncclsafe.facts import Frame, LoopEnd, Phase, Progress, RankFacts
 from lightning_ncclsafe.rules.kit.activity import hook_words
 from lightning_ncclsafe.rules.kit.alone import alone_in_trainer, gathering_alone, in_trainer_again
 from lightning_ncclsafe.rules.kit.frames import is_in, loop_left
@@ -142,7 +142,7 @@ def finished_ahead(view: Timeline) -> FinishedAhead | None:
     In some batch they have skipped calls, or the others have made extra ones, and these were paired with other calls of
     the same kind.
     """
-    trainers = [facts.trainer for facts in view.facts.values() if facts.trainer is not None]
+    trainers = [*view.trainers.values()]
     ranks = tuple(rank for rank, facts in sorted(view.facts.items()) if facts.progress.phase is Phase.FINISHED)
     still = tuple(sorted(view.facts.keys() - {*ranks}))
     if not ranks or not still or len(trainers) < len(view.facts) or view.silent or not set(view.waiting) >= set(still):
@@ -151,17 +151,15 @@ def finished_ahead(view: Timeline) -> FinishedAhead | None:
     batches = trainers[0].batches
     if len(ends) > 1 or not batches or not trainers[0].settings:
         return None
-    have_ended = all(one.end is LoopEnd.DATA and one.batches_begun == batches for one in _trainers(view, ranks))
+    have_ended = all(
+        one.end is LoopEnd.DATA and one.batches_begun == batches for one in map(view.trainers.__getitem__, ranks)
+    )
     places = [view.facts[rank].progress for rank in still]
     in_batch = all(now.phase is Phase.TRAIN and _is_in_loop(now) and 0 <= now.batch_idx < batches for now in places)
     # In an earlier epoch, or in another call of the Trainer, they would be further behind than some calls explain.
     ended_in = {view.facts[rank].progress.epoch for rank in ranks}
     in_batch = in_batch and all(now.epoch + 1 in ended_in for now in places)
     return FinishedAhead(ranks, still, batches) if have_ended and in_batch else None
-
-
-def _trainers(view: Timeline, ranks: Iterable[int]) -> Iterator[TrainerFacts]:
-    return (trainer for rank in ranks if (trainer := view.facts[rank].trainer) is not None)
 
 
 class LeftLoop(NamedTuple):
@@ -239,7 +237,7 @@ def _before_batches(view: Timeline, still: tuple[int, ...]) -> bool:
 
 def _validated(view: Timeline) -> dict[int, int]:
     """How many batches each rank has validated, as far as known."""
-    return {rank: facts.trainer.validated for rank, facts in view.facts.items() if facts.trainer is not None}
+    return {rank: trainer.validated for rank, trainer in view.trainers.items()}
 
 
 def _validated_less(view: Timeline, ended: tuple[int, ...], still: tuple[int, ...]) -> bool:
@@ -290,7 +288,7 @@ def batches_through_epoch(view: Timeline) -> dict[int, int]:
     Empty if some of these are still in its batches, if others are further ahead than in the next epoch, or if a number
     is unknown.
     """
-    trainers = {rank: facts.trainer for rank, facts in view.facts.items() if facts.trainer is not None}
+    trainers = view.trainers
     epochs = {rank: facts.progress.epoch for rank, facts in view.facts.items()}
     first = min(epochs.values(), default=0)
     if trainers.keys() != epochs.keys() or {*epochs.values()} != {first, first + 1}:

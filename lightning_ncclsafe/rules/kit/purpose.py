@@ -8,7 +8,7 @@ from lightning_ncclsafe.code import libraries
 from lightning_ncclsafe.code.libraries import Code
 from lightning_ncclsafe.code.marks import Mark
 from lightning_ncclsafe.facts import Collective, Frame, ModelUnit, Phase, RankFacts, UnitKind, group_and_backend
-from lightning_ncclsafe.rules.kit.activity import open_collectives
+from lightning_ncclsafe.rules.kit.activity import is_in_action, open_collectives
 from lightning_ncclsafe.rules.kit.frames import is_in
 from lightning_ncclsafe.rules.kit.wording import elements, numel, size_words
 
@@ -231,7 +231,7 @@ def _meanings(rows: tuple[_Row, ...], file: str, function: str) -> tuple[tuple[s
 
 def _of_collective(collective: Collective, facts: RankFacts) -> str:
     in_backward = is_in(libraries.BACKWARD, facts.stack)
-    in_backward = in_backward or any(action.name.endswith(".backward") for action in facts.progress.actions)
+    in_backward = in_backward or is_in_action(facts.progress, ".backward")
     if collective.op.startswith("all_reduce") and in_backward:
         return "DDP's gradient all-reduce"
     if collective.op == "broadcast" and numel(collective) == 1 and facts.progress.phase is Phase.TRAIN:

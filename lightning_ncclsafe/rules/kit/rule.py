@@ -222,6 +222,11 @@ def named_by(view: V, *rules: Rule[V], least: Confidence = Confidence.POSSIBLE) 
     return frozenset(rank for finding in findings if finding.confidence in enough for rank in finding.ranks)
 
 
+def at_most_likely(confidence: Confidence) -> Confidence:
+    """The confidence in what is concluded from something observed with this confidence."""
+    return Confidence.LIKELY if confidence is Confidence.CERTAIN else confidence
+
+
 class Rules(Generic[V]):
     """The rules of one kind. Each is registered when its module is imported: there is no list to maintain.
 

@@ -22,7 +22,7 @@ from lightning_ncclsafe.rules.kit.frames import deepest_user_frame, first_user_f
 from lightning_ncclsafe.rules.kit.landmarks import Kind
 from lightning_ncclsafe.rules.kit.machine import Wait, wait_of
 from lightning_ncclsafe.rules.kit.purpose import begins_another_forward, purpose_words
-from lightning_ncclsafe.rules.kit.rule import once
+from lightning_ncclsafe.rules.kit.rule import at_most_likely, once
 from lightning_ncclsafe.rules.kit.timeline import Timeline
 from lightning_ncclsafe.rules.kit.wording import (
     capitalised,
@@ -30,6 +30,7 @@ from lightning_ncclsafe.rules.kit.wording import (
     collective_words,
     duration_words,
     group_words,
+    line_words,
     location_of,
     place_words,
     ranks_words,
@@ -64,7 +65,6 @@ def finding(
     """Builds a rule's finding; the rule's name, and its remedy if none is given, come from the declaration.
 
     Args:
-        view: The job.
         ranks: The ranks that cause it.
         summary: The answer in a sentence; its first letter becomes a capital one.
         confidence: How sure this is.
@@ -90,8 +90,7 @@ def finding(
 
 def unless_caught(view: Timeline, confidence: Confidence) -> Confidence:
     """The confidence in an exception: one that was read from a log may have been caught, so it is at most likely."""
-    is_doubtful = view.job.incident.kind is IncidentKind.RECORDED and confidence is Confidence.CERTAIN
-    return Confidence.LIKELY if is_doubtful else confidence
+    return at_most_likely(confidence) if view.job.incident.kind is IncidentKind.RECORDED else confidence
 
 
 def straggler_confidence(view: Timeline) -> Confidence:
@@ -116,7 +115,6 @@ def straggler_finding(
     …."``
 
     Args:
-        view: The job.
         ranks: The ranks that the others wait for.
         words: What they do, for one and for many: ``"is|are paused in a debugger"``; see :func:`clause`.
         then: What follows these words.
@@ -242,7 +240,7 @@ def stack_evidence(view: Timeline, ranks: Iterable[int]) -> list[Evidence]:
         stack = view.facts[rank].stack
         line = doing.place or doing.frame or (stack[-1] if stack else None)
         if line is not None:
-            text = f"Is in {doing.kind.value}, {location_of(line)}" + (f": {line.code}" if line.code else "")
+            text = f"Is in {doing.kind.value}, {line_words(line)}"
             evidence.append(Evidence(source="stack", rank=rank, text=text))
         evidence += _thread_evidence(view, rank) if doing.waits_alone else []
     return evidence
@@ -255,8 +253,7 @@ def _thread_evidence(view: Timeline, rank: int) -> list[Evidence]:
         Evidence(
             source="stack",
             rank=rank,
-            text=f"Its thread {one.name or '?'} is at {location_of(one.frame)}"
-            + (f": {one.frame.code}" if one.frame.code else ""),
+            text=f"Its thread {one.name or '?'} is at {line_words(one.frame)}",
         )
         for one in (inspection.threads if inspection is not None else ())
     ]

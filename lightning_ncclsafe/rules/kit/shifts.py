@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from lightning_ncclsafe.code.libraries import JOIN
 from lightning_ncclsafe.facts import Collective, Frame, Progress
+from lightning_ncclsafe.rules.kit.activity import is_in_action
 from lightning_ncclsafe.rules.kit.frames import (
     deepest_user_frame,
     depth_passed,
@@ -14,6 +15,7 @@ from lightning_ncclsafe.rules.kit.frames import (
     is_in,
     is_in_loop_below,
     loop_left,
+    user_frames,
 )
 from lightning_ncclsafe.rules.kit.rule import once
 from lightning_ncclsafe.rules.kit.timeline import ROOTED, Timeline, signature
@@ -104,7 +106,7 @@ def _differ_by_root(view: Timeline, calls: Mapping[int, Collective]) -> bool:
     callers = Counter(call.site for call in calls.values())
     with_stacks = [view.with_stack(call) for call in calls.values()]
     # Libraries make different calls with a root from one line: a broadcast of the strategy serves many callers.
-    are_users = all(map(_users, with_stacks))
+    are_users = all(user_frames(inside_trainer(call.stack)) for call in with_stacks)
     places = {tuple((frame.file, frame.line) for frame in call.stack) for call in with_stacks}
     is_same = are_users and len({call.op for call in with_stacks}) == 1 and len(places) == 1
     return is_same and with_stacks[0].op in ROOTED and len(callers) == 2 and min(callers.values()) == 1
@@ -116,7 +118,7 @@ def unnoticed_shift(view: Timeline) -> Shift | None:
 
     None unless all ranks wait: a rank that works may make the missing call yet.
     """
-    if set(view.waiting) != set(view.facts) or view.silent:
+    if not view.all_wait:
         return None
     shifts = (shift(view, group.name) for group in view.groups)
     by_count = (one for one in shifts if one is not None and one.count)
@@ -205,18 +207,13 @@ def _in_loop_left(
     """The shift if one side has left a loop of the user's, and the other side makes one more call in it."""
     ranks = few if is_majority else tuple(sorted((*few, *many)))
     for call, past, callers, others in ((own, theirs, few, many), (theirs, own, many, few)):
-        own_lines, other_lines = _users(past), _users(call)
+        own_lines, other_lines = (user_frames(inside_trainer(one.stack)) for one in (past, call))
         # All have made their last call in the loop, too.
         was_inside = bool(before) and before[-1].site == call.site and is_in_loop_below(own_lines, other_lines)
         if was_inside or loop_left(own_lines, other_lines) is not None:
             frame = deepest_user_frame(call.stack)
             return Shift(ranks=ranks, call=call, callers=callers, others=others, count=0, frame=frame)
     return None
-
-
-def _users(call: Collective) -> tuple[Frame, ...]:
-    """The user's frames of a call's stack, below the Trainer."""
-    return tuple(frame for frame in inside_trainer(call.stack) if frame.user)
 
 
 def _are_past(view: Timeline, few: tuple[int, ...], many: tuple[int, ...], before: _Calls) -> bool:
@@ -252,13 +249,9 @@ def _is_in_one_batch(here: Progress, there: Progress) -> bool:
 def _is_after_step_of(here: Progress, there: Progress) -> bool:
     """Whether one rank has done the step of a training batch in which another one is."""
     is_one_batch = _is_in_one_batch(here, there) and here.batch_idx >= 0
-    is_in_step = _is_in_hook(there, ".training_step")
-    is_over = _is_in_hook(here, "on_train_batch_end", "on_train_epoch_end")
+    is_in_step = is_in_action(there, ".training_step")
+    is_over = is_in_action(here, "on_train_batch_end", "on_train_epoch_end")
     return is_one_batch and is_in_step and is_over
-
-
-def _is_in_hook(progress: Progress, *hooks: str) -> bool:
-    return any(action.name.endswith(hooks) for action in progress.actions)
 
 
 def _in_one_call(

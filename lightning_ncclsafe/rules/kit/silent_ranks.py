@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from enum import Enum
 
 from lightning_ncclsafe.code.libraries import STORAGE_COPIES
-from lightning_ncclsafe.facts import COLLECTOR, EndedProcess, Frame, ProcessFacts, RankFacts
+from lightning_ncclsafe.facts import COLLECTOR, EndedProcess, Frame, ProcessFacts
 from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding
 from lightning_ncclsafe.rules.kit.frames import deepest_user_frame
 from lightning_ncclsafe.rules.kit.landmarks import is_in_wait
@@ -39,10 +39,6 @@ def silent_processes(view: Timeline, reason: Reason) -> Iterator[tuple[int, Proc
     """Silent ranks whose process exists and does not answer for this reason, each with its process.
 
     Ranks that have not reached their Trainer have no guard that could answer; they are left out if they may be working.
-
-    Args:
-        view: The job.
-        reason: The reason.
     """
     for rank in view.silent:
         process = view.witnesses.get(rank)
@@ -96,9 +92,6 @@ def silent_finding(
     """The finding about one silent rank.
 
     Args:
-        view: The job.
-        rank: The rank.
-        process: Its process.
         words: What it is, following "Rank 3 is".
         confidence: How sure this is.
         remedy: What to do, if that depends on the facts.
@@ -182,11 +175,6 @@ def _ended_children(view: Timeline) -> dict[tuple[str, int], EndedProcess]:
 def left_in_order(process: ProcessFacts) -> bool:
     """Whether a process that is gone may have exited normally: no signal and no status other than 0 is known."""
     return not process.ended_by and not process.exit_code
-
-
-def waits_in_init(facts: RankFacts) -> bool:
-    """Whether a rank waits in ``init_process_group`` for the others to join."""
-    return any(action.name == "init_process_group" for action in facts.progress.actions)
 
 
 def is_before_trainer(view: Timeline, rank: int) -> bool:

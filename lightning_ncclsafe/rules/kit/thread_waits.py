@@ -7,7 +7,15 @@ from lightning_ncclsafe.facts import JobFacts, RankFacts
 from lightning_ncclsafe.facts.findings import Evidence, Finding
 from lightning_ncclsafe.rules.kit.activity import awaited_thread
 from lightning_ncclsafe.rules.kit.frames import deepest_user_frame
-from lightning_ncclsafe.rules.kit.wording import at_words, capitalised, joined, location_of, place_words, short_location
+from lightning_ncclsafe.rules.kit.wording import (
+    at_words,
+    capitalised,
+    joined,
+    line_words,
+    location_of,
+    place_words,
+    short_location,
+)
 
 _REMEDY_LOCKS = (
     "Let no thread wait for anything else while it holds a lock: for a queue, another thread, a server. Take several "
@@ -58,7 +66,7 @@ def _with_awaited(finding: Finding, facts: RankFacts) -> Finding:
     frame = deepest_user_frame(thread.stack) or thread.stack[-1]
     named = f"its thread {thread.name!r}" if thread.name else "another thread of its process"
     text = f"Rank {facts.rank} waits{there} for {named}, which is {place_words(frame)}."
-    seen = f"{capitalised(named)} is at {location_of(frame)}" + (f": {frame.code}" if frame.code else "")
+    seen = f"{capitalised(named)} is at {line_words(frame)}"
     return replace(
         finding,
         summary=joined((finding.summary, text)),

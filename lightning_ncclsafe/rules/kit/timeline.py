@@ -2,10 +2,9 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain
 
 from lightning_ncclsafe.facts import (
     Collective,
@@ -16,11 +15,13 @@ from lightning_ncclsafe.facts import (
     JobFacts,
     ProcessFacts,
     RankFacts,
+    TrainerFacts,
 )
-from lightning_ncclsafe.rules.kit.activity import Activity, activity, is_unrecorded, open_collectives
+from lightning_ncclsafe.rules.kit.activity import Activity, activity, is_unrecorded, open_collectives, waits_in_init
 from lightning_ncclsafe.rules.kit.exception_messages import with_consequence
 from lightning_ncclsafe.rules.kit.file_locks import LockWait, lock_waits, with_lock
 from lightning_ncclsafe.rules.kit.landmarks import Kind
+from lightning_ncclsafe.rules.kit.parts import minority, ranks_by
 from lightning_ncclsafe.rules.kit.rule import Rules, View, once, view_of
 from lightning_ncclsafe.rules.kit.wording import numel
 
@@ -81,13 +82,6 @@ class GroupView:
         return () if seq is None else tuple(sorted(rank for rank, last in self.enqueued.items() if last < seq))
 
 
-def minority(parts: Iterable[Sequence[int]]) -> tuple[int, ...]:
-    """The ranks that are not in the largest of these parts, ascending; empty if no part is larger than all others."""
-    largest, *others = sorted(parts, key=len, reverse=True) or [()]
-    is_larger = not others or len(others[0]) < len(largest)
-    return tuple(sorted(chain.from_iterable(others))) if is_larger else ()
-
-
 @dataclass(frozen=True, slots=True)
 class Divergence:
     """The first sequence number of a group at which ranks called different collectives.
@@ -103,11 +97,9 @@ class Divergence:
     calls: dict[int, Collective]
 
     @property
-    def variants(self) -> list[tuple[Collective, list[int]]]:
+    def variants(self) -> list[tuple[Collective, tuple[int, ...]]]:
         """The different calls, each with the ranks that made it, the most frequent first."""
-        alike: dict[object, list[int]] = defaultdict(list)
-        for rank, call in sorted(self.calls.items()):
-            alike[signature(call)].append(rank)
+        alike = ranks_by({rank: signature(call) for rank, call in sorted(self.calls.items())})
         return [(self.calls[ranks[0]], ranks) for ranks in sorted(alike.values(), key=lambda who: (-len(who), who))]
 
     @property
@@ -134,6 +126,11 @@ class Timeline(View):
     def lock_waits(self) -> dict[int, LockWait]:
         """The ranks that wait for a file lock, and who holds it."""
         return lock_waits(self.facts)
+
+    @cached_property
+    def trainers(self) -> dict[int, TrainerFacts]:
+        """The Trainers of the answering ranks, as far as known."""
+        return {rank: facts.trainer for rank, facts in self.facts.items() if facts.trainer is not None}
 
     @cached_property
     def witnesses(self) -> dict[int, ProcessFacts]:
@@ -197,6 +194,11 @@ class Timeline(View):
         return tuple(rank for rank in sorted(self.facts) if self.waits(rank))
 
     @cached_property
+    def all_wait(self) -> bool:
+        """Whether every rank has answered and waits for peers: none works, and none has raised by itself."""
+        return len(self.waiting) == len(self.facts) and not self.silent
+
+    @cached_property
     def each_waits_alone(self) -> bool:
         """Whether every rank has answered, none waits for peers or works, and some wait outside of their loaders."""
         doing = self.activities.values()
@@ -207,8 +209,7 @@ class Timeline(View):
     @cached_property
     def awaits_joining(self) -> bool:
         """Whether a rank waits for others in ``init_process_group``."""
-        names = (action.name for facts in self.facts.values() for action in facts.progress.actions)
-        return "init_process_group" in names
+        return any(map(waits_in_init, self.facts.values()))
 
     @cached_property
     def raised(self) -> tuple[int, ...]:
@@ -269,6 +270,10 @@ class Timeline(View):
         """Answering ranks that are past the end of the Trainer, ascending."""
         return tuple(rank for rank, doing in sorted(self.activities.items()) if doing.kind is Kind.FINISHED)
 
+    def besides(self, ranks: Iterable[int]) -> tuple[int, ...]:
+        """The ranks that have answered, without these, ascending."""
+        return tuple(sorted(self.facts.keys() - {*ranks}))
+
     def waiting_besides(self, ranks: Iterable[int]) -> tuple[int, ...]:
         """The ranks that wait, without these."""
         excluded = set(ranks)
@@ -284,6 +289,11 @@ class Timeline(View):
         """The same in groups in which nothing is outstanding any more, because the connection to a member broke."""
         lost = (group for group in self.groups if group.seq is None and any(map(self._is_cut_off, group.enqueued)))
         return self._first_divergence(lost)
+
+    @property
+    def any_divergence(self) -> Divergence | None:
+        """The earliest difference in groups in which something is outstanding, else in those of a broken connection."""
+        return self.divergence or self.lost_divergence
 
     def _first_divergence(self, groups: Iterable[GroupView]) -> Divergence | None:
         splits = [split for group in groups if (split := self._diverged(group))]

@@ -12,8 +12,14 @@ from typing import NamedTuple
 from lightning_ncclsafe.facts import Branch, Collective, Decides, Frame, Phase, Progress
 from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding
 from lightning_ncclsafe.rules.kit.caught_exceptions import continued_after_exception
-from lightning_ncclsafe.rules.kit.frames import deepest_user_frame, first_user_frame, inside_trainer, trainer_start
-from lightning_ncclsafe.rules.kit.rule import once
+from lightning_ncclsafe.rules.kit.frames import (
+    deepest_user_frame,
+    first_user_frame,
+    inside_trainer,
+    outside_trainer,
+    user_frames,
+)
+from lightning_ncclsafe.rules.kit.rule import at_most_likely, once
 from lightning_ncclsafe.rules.kit.shifts import usual_sites
 from lightning_ncclsafe.rules.kit.timeline import Divergence, Timeline, signature, stack_of
 from lightning_ncclsafe.rules.kit.wording import (
@@ -138,7 +144,7 @@ def with_decision(view: Timeline, finding: Finding) -> Finding:
             location=outer.decided_at,
             decided_at=outer.decided_at,
             # The line is concluded, not observed.
-            confidence=Confidence.LIKELY if finding.confidence is Confidence.CERTAIN else finding.confidence,
+            confidence=at_most_likely(finding.confidence),
         )
     deciding = decision(view, finding.location)
     if deciding is None:
@@ -175,13 +181,13 @@ def at_jump(view: Timeline, finding: Finding) -> Finding:
     deciding = decision(view, finding.location)
     if deciding is None or not deciding.is_jump_on_data or finding.ranks != deciding.around:
         return finding
-    confidence = Confidence.LIKELY if finding.confidence is Confidence.CERTAIN else finding.confidence
-    return replace(finding, location=deciding.decided_at, confidence=confidence)
+    return replace(finding, location=deciding.decided_at, confidence=at_most_likely(finding.confidence))
 
 
 def _outer_decision(view: Timeline, finding: Finding) -> DecidingBranches | None:
     """The branch around a call of the Trainer, if the finding's line is in the program that calls it."""
-    is_outside = any(_is_at(_outer_frames(view, rank), finding.location) for rank in finding.ranks)
+    outer = (user_frames(outside_trainer(stack_of(view, rank))) for rank in finding.ranks)
+    is_outside = any(_is_at(frames, finding.location) for frames in outer)
     return outer_decision(view) if is_outside else None
 
 
@@ -191,8 +197,8 @@ def outer_decision(view: Timeline) -> DecidingBranches | None:
 
     A condition on the rank is found elsewhere, as the deeper one.
     """
-    every = {rank: _outer_frames(view, rank) for rank in sorted({*view.facts, *view.witnesses})}
-    stacks = {rank: stack for rank, stack in every.items() if stack}
+    every = {rank: outside_trainer(stack_of(view, rank)) for rank in sorted({*view.facts, *view.witnesses})}
+    stacks = {rank: users for rank, stack in every.items() if (users := user_frames(stack))}
     # Of a process that is gone, the outermost frames may be unknown.
     for frame in next(iter(stacks.values()), ()):
         lines = {rank: _frame_in(frame, stack) for rank, stack in stacks.items()}
@@ -223,23 +229,16 @@ def _branch_between(view: Timeline, lines: dict[int, Frame]) -> DecidingBranches
     return DecidingBranches(frame, ((frame, branch),), around)
 
 
-def _outer_frames(view: Timeline, rank: int) -> _Stack:
-    """The user's frames of the program outside of the Trainer; all of them if a rank is not in the Trainer."""
-    stack = stack_of(view, rank)
-    return tuple(frame for frame in (stack[: trainer_start(stack)] or stack) if frame.user)
-
-
 @once
 def decision(view: Timeline, location: str) -> DecidingBranches | None:
     """The branches that may have led to a call that only some ranks have made; None if none is known.
 
     Args:
-        view: The job.
         location: The user's line from which some ranks call it, or have called it.
     """
     if not location:
         return None
-    stacks = {rank: _user_frames(stack_of(view, rank)) for rank in (*view.facts, *view.witnesses)}
+    stacks = {rank: user_frames(inside_trainer(stack_of(view, rank))) for rank in (*view.facts, *view.witnesses)}
     there = {rank for rank, stack in stacks.items() if _is_at(stack, location)}
     made = _made(view, location)
     to_call = max((*(stacks[rank] for rank in there), made.stack), key=len)
@@ -264,12 +263,6 @@ def _is_in_later_batch(view: Timeline, rank: int, called_in: Iterable[Progress])
     return any(
         own.phase is other.phase and (own.epoch, own.batch_idx) > (other.epoch, other.batch_idx) for other in called_in
     )
-
-
-def _user_frames(stack: Iterable[Frame]) -> _Stack:
-    """The user's frames of a stack, below the Trainer."""
-    frames = tuple(stack)
-    return tuple(frame for frame in inside_trainer(frames) if frame.user)
 
 
 def leading_branches(branches: Iterable[tuple[Frame, Branch]]) -> tuple[tuple[Frame, Branch], ...]:
@@ -357,7 +350,7 @@ class _Made(NamedTuple):
 def _made(view: Timeline, location: str) -> _Made:
     calls = (call for facts in view.facts.values() for call in facts.collectives if call.stack and not call.is_p2p)
     # One line may be reached through several callers.
-    by_site = {call.site: call for call in calls if _is_at(_user_frames(call.stack), location)}
+    by_site = {call.site: call for call in calls if _is_at(user_frames(inside_trainer(call.stack)), location)}
     every = [_made_from(view, call) for call in by_site.values()]
     return next((made for made in every if made.fewer), every[0] if every else _Made())
 
@@ -369,7 +362,9 @@ def _made_from(view: Timeline, call: Collective) -> _Made:
     aligned = {rank: [one for one in made if one.seq >= start] for rank, made in sequences.items()}
     counts = {rank: sum(one.site == call.site for one in made) for rank, made in aligned.items()}
     fewer = {rank for rank, count in counts.items() if count < max(counts.values())}
-    return _Made(_user_frames(call.stack), _user_frames(_last_alike(aligned.values())), fewer)
+    return _Made(
+        user_frames(inside_trainer(call.stack)), user_frames(inside_trainer(_last_alike(aligned.values()))), fewer
+    )
 
 
 def _last_alike(sequences: Iterable[Sequence[Collective]]) -> _Stack:

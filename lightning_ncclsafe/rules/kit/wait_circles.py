@@ -1,7 +1,7 @@
 """Ranks that wait for each other in a circle: in collectives of groups, or in sends and receives."""
 
 from lightning_ncclsafe.facts import RankFacts
-from lightning_ncclsafe.rules.kit.activity import outstanding_p2p
+from lightning_ncclsafe.rules.kit.activity import open_collectives, outstanding_p2p
 from lightning_ncclsafe.rules.kit.alone import gathering_alone
 from lightning_ncclsafe.rules.kit.landmarks import Kind
 from lightning_ncclsafe.rules.kit.rule import once
@@ -65,7 +65,7 @@ def peer_waited_for(view: Timeline, rank: int) -> int:
 
 def waits_in_one_group(facts: RankFacts) -> bool:
     """Whether collectives of one group only are outstanding: otherwise the main thread may wait for another group's."""
-    return len({call.group for call in facts.collectives if not call.completed and not call.is_p2p}) <= 1
+    return len({call.group for call in open_collectives(facts)}) <= 1
 
 
 def _awaited(view: Timeline) -> dict[int, tuple[str, int]]:

@@ -4,19 +4,19 @@ What the Flight Recorder shows of different calls is in ``divergences``.
 """
 
 import re
-from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from lightning_ncclsafe.code.libraries import DISTRIBUTED, LOGGED_VALUES, MODEL_CHECKPOINT
 from lightning_ncclsafe.facts import ELSE, PAST, Collective, Frame, RankFacts
-from lightning_ncclsafe.rules.kit.activity import is_open_p2p, outstanding_p2p
+from lightning_ncclsafe.rules.kit.activity import is_in_action, is_open_p2p, outstanding_p2p
 from lightning_ncclsafe.rules.kit.caught_exceptions import except_block_words, handling_exception, raised_at
 from lightning_ncclsafe.rules.kit.frames import deepest_user_frame, depth_passed, inside_trainer, is_in
 from lightning_ncclsafe.rules.kit.landmarks import condition_around, is_landmark
+from lightning_ncclsafe.rules.kit.parts import minority, ranks_by
 from lightning_ncclsafe.rules.kit.rule import once
-from lightning_ncclsafe.rules.kit.timeline import Signature, Timeline, minority, signature, stack_of
+from lightning_ncclsafe.rules.kit.timeline import Signature, Timeline, signature, stack_of
 from lightning_ncclsafe.rules.kit.user_lines import in_own_call
 from lightning_ncclsafe.rules.kit.wording import call_words, under_words
 
@@ -51,16 +51,14 @@ class DifferentWaits:
 def different_waits(view: Timeline) -> DifferentWaits | None:
     """In which calls inspected ranks wait; None if they wait in the same one, or one works, moves or is silent."""
     inspections = [facts.inspection for facts in view.facts.values()]
-    if view.silent or view.raised or len(view.waiting) < len(inspections):
+    if not view.all_wait:
         return None
     if any(inspection is None or inspection.moved is not False for inspection in inspections):
         return None
-    by_path: dict[object, list[int]] = defaultdict(list)
-    for rank in view.waiting:
-        by_path[_path_to_wait(view.facts[rank].stack)].append(rank)
+    by_path = ranks_by({rank: _path_to_wait(view.facts[rank].stack) for rank in view.waiting})
     if len(by_path) < 2:
         return None
-    calls = tuple(sorted(map(tuple, by_path.values()), key=lambda ranks: (-len(ranks), ranks)))
+    calls = tuple(sorted(by_path.values(), key=lambda ranks: (-len(ranks), ranks)))
     handling = handling_exception(view, view.waiting)
     if handling and len(handling) < len(view.waiting):
         first = handling[min(handling)]
@@ -188,7 +186,7 @@ def sole_receiver(view: Timeline) -> int | None:
 
     A condition on the rank around it explains nothing: both a send and its receive are under one.
     """
-    if {*view.waiting} != {*view.facts} or view.silent or view.raised:
+    if not view.all_wait:
         return None
     alone = [rank for rank in view.waiting if view.activities[rank].collective is None]
     facts = view.facts[alone[0]] if len(alone) == 1 else None
@@ -233,8 +231,7 @@ def _why_only_some(view: Timeline, rank: int) -> str:
     """Why only some ranks reach the place where this one is; empty if nothing shows that."""
     if condition := condition_of(view, rank):
         return under_words(condition)
-    actions = view.facts[rank].progress.actions if rank in view.facts else ()
-    in_prepare_data = any(action.name.endswith(".prepare_data") for action in actions)
+    in_prepare_data = rank in view.facts and is_in_action(view.facts[rank].progress, ".prepare_data")
     return "in prepare_data, which Lightning calls on one rank of each host" if in_prepare_data else ""
 
 
@@ -275,8 +272,6 @@ def skipped_call(view: Timeline, rank: int, *, of_any_group: bool = False) -> tu
     A step lasts from one call of the collective that the rank is in to the next.
 
     Args:
-        view: The job.
-        rank: The rank.
         of_any_group: Whether calls in groups other than the one that it waits in count as well.
     """
     if rank not in view.facts:

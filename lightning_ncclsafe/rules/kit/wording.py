@@ -114,6 +114,11 @@ def location_of(frame: Frame | None) -> str:
     return "" if frame is None else f"{frame.file}:{frame.line} in {frame.function}"
 
 
+def line_words(frame: Frame) -> str:
+    """The same with the code of the line, if it is known: ``"path:line in function: loss.backward()"``."""
+    return location_of(frame) + (f": {frame.code}" if frame.code else "")
+
+
 def short_location(frame: Frame) -> str:
     """``"train.py:42 in evaluate"``: for sentences, if the full path is given elsewhere."""
     return short_place(location_of(frame))

@@ -1,10 +1,9 @@
 """Ranks that have too few cores for their workers, or not the intended ones."""
 
-from collections import defaultdict
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 
 from lightning_ncclsafe.facts import PreflightFacts
-from lightning_ncclsafe.rules.kit import Host, JobHosts, Severity, counted, total
+from lightning_ncclsafe.rules.kit import Host, JobHosts, Severity, counted, ranks_by, total
 from lightning_ncclsafe.rules.preflight.problem import Problem, check
 
 _ERROR_ABOVE = 2.0
@@ -47,10 +46,8 @@ def too_many_workers(view: JobHosts) -> Iterator[Problem]:
 
 def _pools(host: Host) -> list[tuple[int, ...]]:
     """Ranks that share the same cores under the same quotas; ranks that are not bound are one pool."""
-    alike: dict[Hashable, list[int]] = defaultdict(list)
-    for rank, facts in host.facts.items():
-        alike[frozenset(host.quotas(rank)), facts.capacity.cpus].append(rank)
-    return [tuple(ranks) for ranks in alike.values()]
+    shared = {rank: (frozenset(host.quotas(rank)), facts.capacity.cpus) for rank, facts in host.facts.items()}
+    return [*ranks_by(shared).values()]
 
 
 def _threads(facts: PreflightFacts, share: float) -> int:

@@ -1,9 +1,8 @@
 """Ranks that do not answer, and hosts with wrong limits or clocks."""
 
-from collections import defaultdict
 from collections.abc import Iterator
 
-from lightning_ncclsafe.rules.kit import JobHosts, duration_words
+from lightning_ncclsafe.rules.kit import JobHosts, duration_words, ranks_by
 from lightning_ncclsafe.rules.preflight.problem import Problem, check
 
 
@@ -33,13 +32,11 @@ def silent_at_preflight(view: JobHosts) -> Iterator[Problem]:
     """
     job = view.job
     states = {process.rank: process.state for process in job.witnessed}
-    by_state: dict[str, list[int]] = defaultdict(list)
-    for rank in job.silent if view.facts else ():
-        by_state[states.get(rank, "")].append(rank)
-    for state, ranks in by_state.items():
+    by_state = ranks_by({rank: states.get(rank, "") for rank in job.silent})
+    for state, ranks in by_state.items() if view.facts else ():
         there = f", {'its process is' if len(ranks) == 1 else 'their processes are'} {state}" if state else ""
         text = f"no answer, {len(job.ranks):,} of {job.world_size:,} ranks answered{there}"
-        yield Problem(ranks=tuple(ranks), text=text, badness=float(bool(state)))
+        yield Problem(ranks=ranks, text=text, badness=float(bool(state)))
 
 
 # A worker costs its parent two pipes and a sentinel, a batch in flight one descriptor for each of its tensors

@@ -14,6 +14,7 @@ from lightning_ncclsafe.rules.kit import (
     Rule,
     Severity,
     capitalised,
+    evidence_about,
     preflight_rule,
 )
 
@@ -105,8 +106,5 @@ def _parts(view: JobHosts, problems: list[Problem]) -> Iterator[str]:
 
 
 def _evidence(view: JobHosts, problem: Problem, source: str) -> Evidence:
-    return Evidence(
-        source=source,
-        rank=problem.ranks[0] if len(problem.ranks) == 1 else None,
-        text=f"{capitalised(view.where(problem.ranks))}: {problem.text}.",
-    )
+    text = f"{capitalised(view.where(problem.ranks))}: {problem.text}."
+    return evidence_about(problem.ranks, source, text)

@@ -14,11 +14,12 @@ from lightning_ncclsafe.rules.kit import (
     finding,
     group_words,
     has_one_size,
+    outstanding_p2p,
     ranks_words,
     recorded_rule,
     verb,
 )
-from lightning_ncclsafe.rules.recorded.calls import has_dumps, open_p2p
+from lightning_ncclsafe.rules.recorded.calls import has_dumps, record_of
 from lightning_ncclsafe.rules.recorded.divergences import conflict
 from lightning_ncclsafe.rules.recorded.ends import failed
 from lightning_ncclsafe.rules.recorded.evidence import consequence_evidence, counters_evidence, described, log_evidence
@@ -97,7 +98,7 @@ def _of_dumps(view: Timeline) -> Iterator[Finding]:
 
 def _of_two(view: Timeline, root: Root) -> Finding:
     """A send and its receive."""
-    calls = {rank: open_p2p(view.facts[rank])[0] for rank in root.ranks}
+    calls = {rank: call for rank in root.ranks if (call := outstanding_p2p(view.facts[rank])) is not None}
     words = " and ".join(f"rank {rank} waits in {described(call)}" for rank, call in calls.items())
     return finding(
         view,
@@ -117,7 +118,7 @@ def _finding(view: Timeline, group: GroupView, calls: dict[int, Collective], *, 
     fault = "a link or a device is at fault, not the training code"
     if not has_one_size(calls[ranks[0]]):
         fault = "a link or a device is at fault, or what ranks send each other differs in size, which is not recorded"
-    if not any(facts.record is not None and facts.record.waited_ms for facts in view.facts.values()):
+    if not any(record_of(facts).waited_ms for facts in view.facts.values()):
         fault = f"if they had waited there for long, {fault}"
     if not known or not _is_complete(view.job, group):
         fault = f"if there are no other ranks, {fault}"
@@ -171,5 +172,4 @@ def _evidence(view: Timeline, group: GroupView, calls: dict[int, Collective]) ->
         late = max(last, key=lambda rank: last[rank])
         span_s = (last[late] - min(last.values())) / 1e9
         yield Evidence(source="flight recorder", text=f"Rank {late} called it last, {span_s:,.1f} s after the first.")
-    for rank in sorted(calls)[:2]:
-        yield from log_evidence(view.facts[rank])
+    yield from log_evidence(view, sorted(calls)[:2])

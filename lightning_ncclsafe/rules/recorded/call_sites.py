@@ -17,6 +17,7 @@ from lightning_ncclsafe.rules.kit import (
     once,
     shift,
 )
+from lightning_ncclsafe.rules.recorded.calls import record_of
 
 # Of the ranks that have made the same call, this many are compared with the others.
 _COMPARED = 32
@@ -54,7 +55,7 @@ def _compared(view: Timeline, split: Divergence) -> tuple[int, ...]:
     ranks: list[int] = []
     sides = split.variants
     for _, who in sides if len(sides) <= _MOST_SIDES else ():
-        dumped = [rank for rank in who if (record := view.facts[rank].record) is not None and record.has_dump]
+        dumped = [rank for rank in who if record_of(view.facts[rank]).has_dump]
         if not dumped:
             return ()
         ranks += dumped[:_COMPARED]

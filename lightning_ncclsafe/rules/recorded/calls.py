@@ -4,8 +4,16 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from enum import Enum
 
-from lightning_ncclsafe.facts import Collective, Group, JobFacts, RankFacts
-from lightning_ncclsafe.rules.kit import GroupView, Timeline, has_given_up, lost_words, numel, other_end
+from lightning_ncclsafe.facts import Collective, Group, JobFacts, RankFacts, RecordFacts
+from lightning_ncclsafe.rules.kit import (
+    GroupView,
+    Timeline,
+    has_given_up,
+    lost_words,
+    numel,
+    other_end,
+    outstanding_p2p,
+)
 
 # These end on no rank before all have called them.
 _OF_ALL = ("all_", "_all", "allgather", "allreduce", "reduce_scatter", "_reduce_scatter", "barrier")
@@ -27,14 +35,19 @@ class Seen(Enum):
     UNREAD = "unread"
 
 
+def record_of(facts: RankFacts) -> RecordFacts:
+    """What was read about a rank; the record of one about which nothing was."""
+    return facts.record or RecordFacts()
+
+
 def has_dumps(job: JobFacts) -> bool:
     """Whether dumps were read, so that it is known what ranks have called."""
-    return any(facts.record is not None and facts.record.has_dump for facts in job.ranks)
+    return any(record_of(facts).has_dump for facts in job.ranks)
 
 
 def has_logs(job: JobFacts) -> bool:
     """Whether lines of ranks in logs were read."""
-    return any(facts.record is not None and facts.record.has_log for facts in job.ranks)
+    return any(record_of(facts).has_log for facts in job.ranks)
 
 
 def has_moved(job: JobFacts) -> bool:
@@ -44,18 +57,13 @@ def has_moved(job: JobFacts) -> bool:
     """
     if len(job.outdated) > 1 and len(job.outdated) * 4 >= job.world_size:
         return True
-    moving = [facts.record.is_moving for facts in job.ranks if facts.record is not None and facts.record.has_dump]
+    moving = [record.is_moving for record in map(record_of, job.ranks) if record.has_dump]
     return 2 * sum(moving) >= max(len(moving), 1)
 
 
 def open_calls(facts: RankFacts) -> list[Collective]:
     """Collectives, sends and receives that are not known to have completed, the oldest first."""
     return [call for call in facts.collectives if not call.completed]
-
-
-def open_p2p(facts: RankFacts) -> list[Collective]:
-    """The sends and receives among these."""
-    return [call for call in open_calls(facts) if call.is_p2p]
 
 
 def has_called_in(view: Timeline, rank: int, group: str) -> bool:
@@ -69,7 +77,7 @@ def idle_behind(view: Timeline, group: GroupView) -> tuple[int, ...]:
     return tuple(
         rank
         for rank in group.behind
-        if has_called_in(view, rank, group.name) and not view.waits(rank) and not open_p2p(view.facts[rank])
+        if has_called_in(view, rank, group.name) and not view.waits(rank) and outstanding_p2p(view.facts[rank]) is None
     )
 
 
@@ -93,10 +101,10 @@ def _lost_another(facts: RankFacts) -> bool:
     return "NCCL" not in lost_words(facts) and bool(lost_words(facts)) and not has_given_up(facts)
 
 
-def members_of(view: Timeline, call: Collective) -> tuple[int, ...]:
-    """The members of the group of a call; empty if the group is unknown."""
+def end_of(view: Timeline, call: Collective) -> tuple[str, int] | None:
+    """``("send", 4)``: the kind of a send or receive, and the rank of its other side; None if that is unknown."""
     group = view.groups_by_name.get(call.group)
-    return group.members if group is not None else ()
+    return other_end(call, group.members) if group is not None and call.is_p2p else None
 
 
 def waits_for_all(call: Collective) -> bool:
@@ -156,7 +164,7 @@ class Calls:
     def _has_lost(self, rank: int) -> bool:
         """Whether the ring may have lost what a rank's device is in."""
         facts = self.view.facts[rank]
-        if facts.record is not None and facts.record.has_lost:
+        if record_of(facts).has_lost:
             return True
         first = next(iter(facts.collectives), None)
         # If dumps include ended calls, but none from before the first open call, older calls may be open, too.
@@ -170,13 +178,12 @@ class Calls:
 
     def is_idle(self, rank: int) -> bool:
         """Whether the rank is known to have nothing outstanding."""
-        record = self.view.facts[rank].record
-        return record is not None and record.is_idle and not self.open[rank]
+        return record_of(self.view.facts[rank]).is_idle and not self.open[rank]
 
     def seen(self, rank: int, op: Op) -> Seen:
         """What is known about a rank and a number."""
         facts = self.view.facts.get(rank)
-        if facts is None or (facts.record is not None and facts.record.is_empty):
+        if facts is None or record_of(facts).is_empty:
             return Seen.UNREAD
         if rank in self.calls.get(op, ()):
             return Seen.OPEN
@@ -205,8 +212,8 @@ class Calls:
         return same or (call.started and not call.completed)
 
     def end_of(self, call: Collective) -> tuple[str, int] | None:
-        """``("send", 4)``: the kind of a send or receive, and the rank of its other side; None for a collective."""
-        return other_end(call, self.members.get(call.group, ())) if call.is_p2p else None
+        """See :func:`end_of`."""
+        return end_of(self.view, call)
 
     def facing(self, rank: int, call: Collective) -> Collective | None:
         """The oldest open call of a peer that may be the other side of a send or receive; None if there is none."""

@@ -1,6 +1,5 @@
 """The cause dead-rank, in a log: a launcher reports that a signal ended a rank's process."""
 
-from collections import defaultdict
 from collections.abc import Iterator
 
 from lightning_ncclsafe.facts import StatementKind
@@ -13,9 +12,11 @@ from lightning_ncclsafe.rules.kit import (
     capitalised,
     clause,
     finding,
+    ranks_by,
     ranks_words,
     recorded_rule,
 )
+from lightning_ncclsafe.rules.recorded.calls import record_of
 from lightning_ncclsafe.rules.recorded.ends import (
     FATAL,
     a_timeout_expired,
@@ -71,14 +72,12 @@ def dead_rank(view: Timeline) -> Iterator[Finding]:
         Who sent a SIGKILL: launchers also send one to a process that does not end after SIGTERM. Which rank it was, if
         the launcher names no process, or only the command of the one that it started last.
     """
-    alike: dict[int, list[int]] = defaultdict(list)
-    for rank in died(view):
-        alike[fatal_signal_of(view, rank)].append(rank)
+    alike = ranks_by({rank: fatal_signal_of(view, rank) for rank in died(view)})
     if raised(view):
         # Processes that were ended later were ended because of that.
         return
     for code, ranks in alike.items():
-        yield _finding(view, code, tuple(ranks))
+        yield _finding(view, code, ranks)
     if not failed(view):
         yield from _nameless(view) if _killed(view) else _lost(view)
 
@@ -89,10 +88,10 @@ def _killed(view: Timeline) -> LogStatements:
     A process whose watchdog is stuck is ended by PyTorch: that may be the one that has ended in an unknown way. If all
     ranks have given up before, a process may end in any way, but memory runs out for a reason of its own.
     """
-    records = [facts.record for facts in view.facts.values()]
-    all_gave_up = view.job.is_sized and sum(bool(one and one.waited_ms) for one in records) == view.job.world_size
+    records = [*map(record_of, view.facts.values())]
+    all_gave_up = view.job.is_sized and sum(bool(one.waited_ms) for one in records) == view.job.world_size
     ends = [one for one in stated(view, StatementKind.ENDED) if not all_gave_up or one.detail in _OF_MEMORY]
-    is_stuck = any(facts.record is not None and facts.record.stuck_s for facts in view.facts.values())
+    is_stuck = any(one.stuck_s for one in records)
     return LogStatements(
         one for one in ends if fatal_signal(one.exit_code) or (one.exit_code is None and (one.ranks or not is_stuck))
     )

@@ -16,7 +16,6 @@ def deadlock(graph: WaitGraph, ranks: tuple[int, ...], ops: list[Op], held: tupl
     """The root of a circle: sends and receives that do not match, or collectives in different orders.
 
     Args:
-        graph: The wait-for graph.
         ranks: The ranks of the circle.
         ops: The collectives in it.
         held: The ranks that wait for it.
@@ -104,8 +103,6 @@ def _order(graph: WaitGraph, rank: int, numbers: dict[str, int], about: dict[str
     """The order in which a rank has called two kinds of group; empty if unknown.
 
     Args:
-        graph: The wait-for graph.
-        rank: The rank.
         numbers: The number of the call in question, by the kind of group.
         about: Descriptions of groups, by name; groups of one description are of one kind.
     """

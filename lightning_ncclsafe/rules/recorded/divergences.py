@@ -18,7 +18,10 @@ from lightning_ncclsafe.rules.kit import (
     at_words,
     call_words,
     capitalised,
+    clause,
     collective_words,
+    deepest_user_frame,
+    evidence_about,
     finding,
     group_words,
     numel,
@@ -26,17 +29,11 @@ from lightning_ncclsafe.rules.kit import (
     ranks_words,
     recorded_rule,
     signature,
-    verb,
 )
 from lightning_ncclsafe.rules.recorded.call_sites import left_out_at, left_out_evidence, out_of_step
+from lightning_ncclsafe.rules.recorded.calls import record_of
 from lightning_ncclsafe.rules.recorded.ends import failed, misled
-from lightning_ncclsafe.rules.recorded.evidence import (
-    call_site,
-    described,
-    first_site,
-    log_evidence,
-    one_element_evidence,
-)
+from lightning_ncclsafe.rules.recorded.evidence import described, first_site, log_evidence, one_element_evidence
 from lightning_ncclsafe.rules.recorded.statements import LogStatements, stated
 
 # Operations in logs that may involve only two ranks.
@@ -152,26 +149,25 @@ def _stated_finding(view: Timeline, kind: StatementKind, why: str) -> Iterator[F
 
 def _is_certain(view: Timeline, split: Divergence) -> bool:
     """Whether it is certain; in logs only for the default group, as others may share names and numbers."""
-    records = [record for rank in split.calls if (record := view.facts[rank].record) is not None]
+    records = [record_of(view.facts[rank]) for rank in split.calls if view.facts[rank].record is not None]
     return all(record.has_dump or (record.group_known and split.group == "0") for record in records)
 
 
 def _words(call: Collective) -> str:
-    return f"{call_words(call)}{at_words(call_site(call))}"
+    return f"{call_words(call)}{at_words(deepest_user_frame(call.stack))}"
 
 
-def _evidence(view: Timeline, variants: list[tuple[Collective, list[int]]]) -> Iterator[Evidence]:
+def _evidence(view: Timeline, variants: list[tuple[Collective, tuple[int, ...]]]) -> Iterator[Evidence]:
     for call, who in variants[:_LISTED]:
         record = view.facts[who[0]].record
         if record is not None and not record.has_dump:
-            yield from log_evidence(view.facts[who[0]])
+            yield from log_evidence(view, who[:1])
         else:
             words = described(call) if call.stack else collective_words(call)
-            rank = who[0] if len(who) == 1 else None
-            yield Evidence(source="flight recorder", rank=rank, text=f"{capitalised(ranks_words(who))} called {words}.")
+            yield evidence_about(who, "flight recorder", f"{capitalised(ranks_words(who))} called {words}.")
     lengths = misled(view)
     if lengths:
-        text = f"{capitalised(ranks_words(lengths))} {verb(lengths, 'has', 'have')} taken other data for a length"
+        text = f"{capitalised(clause(lengths, 'has|have'))} taken other data for a length"
         yield Evidence(source="log", text=f"{text}, and asked for more memory than exists: that follows from this.")
 
 
@@ -188,8 +184,8 @@ def _apart(view: Timeline) -> tuple[int, ...]:
 
 def _tells(facts: RankFacts) -> bool:
     """Whether a log shows how the rank went on."""
-    record = facts.record
-    return record is not None and record.has_log and bool(facts.exception is not None or record.waited_ms)
+    record = record_of(facts)
+    return record.has_log and bool(facts.exception is not None or record.waited_ms)
 
 
 def _of_models(view: Timeline) -> Iterator[Finding]:

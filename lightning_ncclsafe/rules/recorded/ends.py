@@ -3,7 +3,8 @@
 import re
 
 from lightning_ncclsafe.facts import ExceptionFacts
-from lightning_ncclsafe.rules.kit import Timeline, has_given_up
+from lightning_ncclsafe.rules.kit import Timeline, has_given_up, message_of
+from lightning_ncclsafe.rules.recorded.calls import record_of
 
 # The watchdog aborts ranks that wait (-6), and a launcher sends SIGTERM to all others (-15).
 FATAL = {
@@ -33,8 +34,7 @@ def is_error(code: int | None) -> bool:
 
 def fatal_signal_of(view: Timeline, rank: int) -> int:
     """The fatal signal that ended this rank, negative; 0 if there was none."""
-    record = view.facts[rank].record
-    return fatal_signal(record.exit_code) if record is not None else 0
+    return fatal_signal(record_of(view.facts[rank]).exit_code)
 
 
 def died(view: Timeline) -> tuple[int, ...]:
@@ -42,7 +42,7 @@ def died(view: Timeline) -> tuple[int, ...]:
 
     A rank whose own watchdog had given up before had waited for others: its end follows from that.
     """
-    records = {rank: facts.record for rank, facts in sorted(view.facts.items()) if facts.record is not None}
+    records = {rank: record_of(facts) for rank, facts in sorted(view.facts.items())}
     first = {view.facts[rank].host for rank, record in records.items() if record.ended_first}
     return tuple(
         rank
@@ -58,7 +58,8 @@ def raised(view: Timeline) -> tuple[int, ...]:
 
     A line with the name of an exception, without a traceback, does not explain a signal that a launcher reports.
     """
-    return tuple(rank for rank in view.raised if not _is_misled(view, rank) and not _is_line(view, rank))
+    others = {*misled(view)}
+    return tuple(rank for rank in view.raised if rank not in others and not _is_line(view, rank))
 
 
 def _is_line(view: Timeline, rank: int) -> bool:
@@ -68,12 +69,7 @@ def _is_line(view: Timeline, rank: int) -> bool:
 
 def misled(view: Timeline) -> tuple[int, ...]:
     """Ranks that tried to allocate an impossible amount of memory: they took other data for a length."""
-    return tuple(rank for rank in view.raised if _is_misled(view, rank))
-
-
-def _is_misled(view: Timeline, rank: int) -> bool:
-    exception = view.facts[rank].exception
-    return exception is not None and _ABSURD.search(exception.message) is not None
+    return tuple(rank for rank in view.raised if _ABSURD.search(message_of(view.facts[rank])))
 
 
 def failed_in_nccl(view: Timeline) -> tuple[int, ...]:
@@ -95,6 +91,4 @@ def failed(view: Timeline) -> tuple[int, ...]:
 
 def a_timeout_expired(view: Timeline) -> bool:
     """Whether a rank's own timeout had expired: connections lost after that are consequences."""
-    return any(
-        (facts.record is not None and facts.record.waited_ms) or has_given_up(facts) for facts in view.facts.values()
-    )
+    return any(record_of(facts).waited_ms or has_given_up(facts) for facts in view.facts.values())

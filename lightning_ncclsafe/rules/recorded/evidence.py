@@ -1,10 +1,9 @@
 """The words and the evidence of findings about recordings: what ranks wait in and have called, and lines of logs."""
 
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
-from lightning_ncclsafe.facts import Collective, ExceptionFacts, Frame, Phase, Progress, RankFacts
+from lightning_ncclsafe.facts import Collective, ExceptionFacts, Phase, Progress, RankFacts
 from lightning_ncclsafe.rules.kit import (
     Evidence,
     GroupView,
@@ -19,12 +18,12 @@ from lightning_ncclsafe.rules.kit import (
     location_of,
     numel,
     open_collectives,
-    other_end,
     purpose_words,
+    ranks_by,
     ranks_words,
     verb,
 )
-from lightning_ncclsafe.rules.recorded.calls import members_of
+from lightning_ncclsafe.rules.recorded.calls import end_of, record_of
 from lightning_ncclsafe.rules.recorded.root import Root
 
 NO_LONGER_TIMEOUT = (
@@ -48,11 +47,6 @@ def oldest_outstanding(facts: RankFacts, group: str) -> Collective | None:
     return next((call for call in open_collectives(facts) if call.group == group), None)
 
 
-def call_site(call: Collective | None) -> Frame | None:
-    """The line of the user's own code that called it."""
-    return deepest_user_frame(call.stack) if call is not None else None
-
-
 def first_site(calls: Iterable[Collective]) -> str:
     """The location of the first of these calls whose line is known; empty if none is."""
     return location_of(first_user_frame(call.stack for call in calls))
@@ -62,7 +56,7 @@ def described(call: Collective) -> str:
     """The collective with its purpose, if its stack shows it, and its line."""
     means = purpose_words(call, replace(_NOBODY, stack=call.stack)) if call.stack else ""
     named = call if call.op else replace(call, op=_UNKNOWN_CALL)
-    return f"{collective_words(named, means)}{at_words(call_site(call))}"
+    return f"{collective_words(named, means)}{at_words(deepest_user_frame(call.stack))}"
 
 
 class Words:
@@ -87,10 +81,8 @@ def one_element_evidence(calls: Iterable[Collective]) -> Iterable[Evidence]:
 
 def waiting_words(calls: Mapping[int, Collective]) -> str:
     """``"ranks 0-1, 3 wait in all_reduce (…)"``, equal waits together; empty if nobody waits."""
-    alike: dict[str, list[int]] = defaultdict(list)
     words = Words()
-    for rank, call in sorted(calls.items()):
-        alike[words.of(call)].append(rank)
+    alike = ranks_by({rank: words.of(call) for rank, call in sorted(calls.items())})
     ordered = sorted(alike.items(), key=lambda item: (item[0].startswith(_UNKNOWN_CALL), -len(item[1]), item[1]))
     parts = [f"{clause(who, 'waits|wait in')} {what}" for what, who in ordered[:_VARIANTS]]
     if len(ordered) > _VARIANTS:
@@ -113,7 +105,7 @@ def waiting_on_peers(view: Timeline, ranks: Iterable[int]) -> dict[int, Collecti
     found: dict[int, Collective] = {}
     for rank, facts in view.facts.items():
         for call in facts.collectives:
-            end = other_end(call, members_of(view, call)) if call.is_p2p and not call.completed else None
+            end = end_of(view, call) if not call.completed else None
             if end is not None and end[1] in awaited and rank not in awaited:
                 found.setdefault(rank, call)
     return found
@@ -130,11 +122,8 @@ def consequence_evidence(found: Iterable[Root]) -> Iterator[Evidence]:
 
 def counters_evidence(view: Timeline, group: GroupView) -> Iterable[Evidence]:
     """The positions of a group's ranks, equal positions together."""
-    alike: dict[tuple[int, int], list[int]] = defaultdict(list)
-    for rank in group.enqueued:
-        own = next((one for one in view.facts[rank].groups if one.name == group.name), None)
-        if own is not None:
-            alike[(own.last_enqueued, own.last_completed)].append(rank)
+    own = {rank: one for rank in group.enqueued for one in view.facts[rank].groups if one.name == group.name}
+    alike = ranks_by({rank: (one.last_enqueued, one.last_completed) for rank, one in own.items()})
     for (enqueued, completed), ranks in sorted(alike.items())[:8]:
         text = f"{capitalised(ranks_words(ranks))}: last called {enqueued:,}, last completed {completed:,}"
         yield Evidence(source="counters", text=f"{text}, in {group_words(group.name)}.")
@@ -157,7 +146,8 @@ def finished_evidence(view: Timeline, ranks: Iterable[int]) -> Iterator[Evidence
         yield Evidence(source="log", rank=0, text=f"`Trainer.fit` stopped: {view.job.log.finished}.")
 
 
-def log_evidence(facts: RankFacts, most: int = 1) -> Iterable[Evidence]:
-    """The most important lines of a rank's log."""
-    for line in (facts.record.lines if facts.record else ())[:most]:
-        yield Evidence(source="log", rank=facts.rank, text=line)
+def log_evidence(view: Timeline, ranks: Iterable[int], most: int = 1) -> Iterator[Evidence]:
+    """The most important lines of these ranks' logs, so many of each."""
+    for rank in ranks:
+        for line in record_of(view.facts[rank]).lines[:most]:
+            yield Evidence(source="log", rank=rank, text=line)

@@ -1,10 +1,9 @@
 """The cause failed-rank, in a log: a rank raised an exception, which ended it."""
 
 import re
-from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
-from lightning_ncclsafe.facts import ExceptionFacts, StatementKind
+from lightning_ncclsafe.facts import ExceptionFacts, RankFacts, StatementKind
 from lightning_ncclsafe.rules.hang.failed_rank import is_told_as_exception
 from lightning_ncclsafe.rules.kit import (
     Confidence,
@@ -16,10 +15,13 @@ from lightning_ncclsafe.rules.kit import (
     exception_place,
     finding,
     location_of,
+    message_of,
+    ranks_by,
     ranks_words,
     recorded_rule,
     type_and_place,
 )
+from lightning_ncclsafe.rules.recorded.calls import record_of
 from lightning_ncclsafe.rules.recorded.ends import a_timeout_expired, died, failed_in_nccl, is_error, raised
 from lightning_ncclsafe.rules.recorded.evidence import exception_in_log, waited_words
 from lightning_ncclsafe.rules.recorded.statements import LogStatements, compared, stated
@@ -74,14 +76,9 @@ def failed_rank(view: Timeline) -> Iterator[Finding]:
     Cannot see:
         Whether the rank's own code caught the exception and continued; which rank it was if the log does not say.
     """
-    alike: dict[tuple[tuple[str, str], str], list[int]] = defaultdict(list)
-    for rank in raised(view):
-        exception = view.facts[rank].exception
-        # Without a place, only what they say shows whether they are the same.
-        what = _NUMBERS.sub("", exception.message)[:_COMPARED] if exception is not None and not exception.stack else ""
-        alike[type_and_place(view.facts[rank]), what].append(rank)
+    alike = ranks_by({rank: (type_and_place(view.facts[rank]), _placeless(view.facts[rank])) for rank in raised(view)})
     for ranks in alike.values():
-        yield _finding(view, tuple(ranks))
+        yield _finding(view, ranks)
     unnamed = [exception for exception in view.job.unnamed if not exception.is_consequence]
     for exception in unnamed:
         yield _unnamed(view, exception)
@@ -92,6 +89,12 @@ def failed_rank(view: Timeline) -> Iterator[Finding]:
             yield from _ended_nameless(view)
             yield from _lost_its_worker(view)
             yield from _in_nccl(view)
+
+
+def _placeless(facts: RankFacts) -> str:
+    """What an exception without a place says: only that shows whether it is the same as another one."""
+    exception = facts.exception
+    return _NUMBERS.sub("", exception.message)[:_COMPARED] if exception is not None and not exception.stack else ""
 
 
 def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
@@ -120,8 +123,7 @@ def _remedy(name: str, at: str, what: str) -> str:
 
 def _ended(view: Timeline, rank: int) -> bool:
     """Whether a launcher says that an error of its own has ended this rank."""
-    record = view.facts[rank].record
-    return record is not None and is_error(record.exit_code)
+    return is_error(record_of(view.facts[rank]).exit_code)
 
 
 def _is_in_vain(view: Timeline, rank: int) -> bool:
@@ -133,7 +135,8 @@ def _ended_first(view: Timeline) -> Iterator[Finding]:
     """A launcher reports that a rank was the first to fail, or one of several, by an error that no log shows."""
     codes: dict[int, int] = {}
     for rank, facts in sorted(view.facts.items()):
-        code = facts.record.exit_code if facts.record is not None and facts.record.ended_first else None
+        record = record_of(facts)
+        code = record.exit_code if record.ended_first else None
         if code is not None and is_error(code) and facts.exception is None and not _is_in_vain(view, rank):
             codes[rank] = code
     ranks, words = tuple(codes), " or ".join(map(str, sorted(set(codes.values()))))
@@ -159,7 +162,7 @@ def _ended_first(view: Timeline) -> Iterator[Finding]:
 def _lost_its_worker(view: Timeline) -> Iterator[Finding]:
     """SIGTERM ended a worker, as when a job is stopped, and the log is about no other rank."""
     for rank, facts in view.facts.items():
-        message = facts.exception.message if facts.exception is not None else ""
+        message = message_of(facts)
         if len(view.facts) == 1 and not a_timeout_expired(view) and _ENDED_WORKER.search(message):
             yield finding(
                 view,
@@ -176,8 +179,7 @@ def _in_nccl(view: Timeline) -> Iterator[Finding]:
     ranks = failed_in_nccl(view)
     if not ranks or a_timeout_expired(view) or died(view) or stated(view, *_OF_PEERS):
         return
-    exception = view.facts[ranks[0]].exception
-    message = _cut(exception.message) if exception is not None else ""
+    message = _cut(message_of(view.facts[ranks[0]]))
     yield finding(
         view,
         ranks,
@@ -196,8 +198,7 @@ def _ended_nameless(view: Timeline) -> Iterator[Finding]:
     several = tuple(rank for rank in sorted(view.facts) if _ended(view, rank) and not _is_in_vain(view, rank))
     if not ends and not several:
         return
-    records = [record for rank in several if (record := view.facts[rank].record) is not None]
-    codes = {one.exit_code for one in ends} | {one.exit_code for one in records}
+    codes = {one.exit_code for one in ends} | {record_of(view.facts[rank]).exit_code for rank in several}
     who = f"{ranks_words(several)} ended" if several else "a process ended"
     which = "which of them was the first" if several else "which rank it was"
     by = f" ({ends.details[0]})" if ends.details else ""

@@ -19,15 +19,14 @@ from lightning_ncclsafe.rules.kit import (
     finding,
     group_words,
     location_of,
+    place_words,
     recorded_rule,
-    short_location,
     verb,
 )
-from lightning_ncclsafe.rules.recorded.calls import behind_elsewhere, has_dumps, idle_behind
+from lightning_ncclsafe.rules.recorded.calls import behind_elsewhere, has_dumps, idle_behind, record_of
 from lightning_ncclsafe.rules.recorded.ends import failed
 from lightning_ncclsafe.rules.recorded.evidence import (
     NO_LONGER_TIMEOUT,
-    call_site,
     consequence_evidence,
     counters_evidence,
     described,
@@ -94,7 +93,7 @@ def host_stuck(view: Timeline) -> Iterator[Finding]:
 def _have_raised(view: Timeline, ranks: Iterable[int]) -> bool:
     """Whether ranks without a dump have raised, by their log: they have called nothing more because of that."""
     every = (view.facts[rank] for rank in ranks)
-    return any(facts.exception and not (facts.record and facts.record.has_dump) for facts in every)
+    return any(facts.exception and not record_of(facts).has_dump for facts in every)
 
 
 def _called_words(group: GroupView, ranks: Iterable[int]) -> str:
@@ -127,8 +126,8 @@ def _clock(moment_ns: int) -> str:
 
 def _last_site(facts: RankFacts, group: str) -> str:
     """``"at train.py:40 in training_step"``, the line of a rank's last call in a group; empty if unknown."""
-    site = call_site(_last_call(facts, group))
-    return f"at {short_location(site)}" if site is not None else ""
+    call = _last_call(facts, group)
+    return place_words(deepest_user_frame(call.stack)) if call is not None else ""
 
 
 def _last_call(facts: RankFacts, group: str) -> Collective | None:
@@ -182,8 +181,7 @@ def _evidence(view: Timeline, culprits: list[Root]) -> Iterator[Evidence]:
         yield from counters_evidence(view, view.groups_by_name[name])
         yield from one_element_evidence(waiting_in(view, view.groups_by_name[name]).values())
     yield from finished_evidence(view, [rank for root in culprits for rank in root.ranks])
-    for root in culprits[:2]:
-        yield from log_evidence(view.facts[root.ranks[0]])
+    yield from log_evidence(view, [root.ranks[0] for root in culprits[:2]])
 
 
 def _finding(view: Timeline, group: GroupView, ranks: tuple[int, ...]) -> Finding:
@@ -200,7 +198,7 @@ def _finding(view: Timeline, group: GroupView, ranks: tuple[int, ...]) -> Findin
         evidence=(
             *(item for rank in ranks[:4] for item in _last_call_evidence(view.facts[rank], group, waiting)),
             *counters_evidence(view, group),
-            *(item for rank in ranks[:2] for item in log_evidence(view.facts[rank])),
+            *log_evidence(view, ranks[:2]),
             *one_element_evidence(waiting.values()),
         ),
     )
@@ -225,8 +223,8 @@ def _of_other_back_end(view: Timeline, group: GroupView, ranks: tuple[int, ...])
 def _named(view: Timeline) -> Iterator[Finding]:
     """A monitored barrier and a desync report name the ranks that did not arrive."""
     for rank, facts in sorted(view.facts.items()):
-        record = facts.record
-        if record is None or not record.awaited or record.awaited_in in AT_INIT:
+        record = record_of(facts)
+        if not record.awaited or record.awaited_in in AT_INIT:
             continue
         ranks = record.awaited
         text = f"{clause(ranks, 'has|have not reached')} {record.awaited_in}, according to PyTorch"
@@ -234,6 +232,6 @@ def _named(view: Timeline) -> Iterator[Finding]:
             view,
             ranks,
             f"{text}.",
-            evidence=tuple(log_evidence(facts, most=4)) or (Evidence(source="log", rank=rank, text=text),),
+            evidence=tuple(log_evidence(view, (rank,), most=4)) or (Evidence(source="log", rank=rank, text=text),),
         )
         return

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from lightning_ncclsafe.facts import StatementKind
 from lightning_ncclsafe.facts.recorded import LOST_AT_SET_UP, SET_UP
 from lightning_ncclsafe.rules.kit import Confidence, Finding, Timeline, clause, finding, ranks_words, recorded_rule
+from lightning_ncclsafe.rules.recorded.calls import record_of
 from lightning_ncclsafe.rules.recorded.ends import failed
 from lightning_ncclsafe.rules.recorded.evidence import NO_LONGER_TIMEOUT, log_evidence
 from lightning_ncclsafe.rules.recorded.statements import LogStatements, stated
@@ -95,19 +96,19 @@ def _awaited(view: Timeline) -> dict[int, int]:
     """How many ranks waited for each."""
     counts: Counter[int] = Counter()
     for facts in view.facts.values():
-        if facts.record is not None and facts.record.awaited_in in AT_INIT:
-            counts.update(facts.record.awaited)
+        if record_of(facts).awaited_in in AT_INIT:
+            counts.update(record_of(facts).awaited)
     return dict(counts)
 
 
 def lost_at_init(view: Timeline) -> bool:
     """Whether a rank lost the store while it waited for the set-up of a communicator."""
-    return any(facts.record is not None and facts.record.awaited_in == LOST_AT_SET_UP for facts in view.facts.values())
+    return any(record_of(facts).awaited_in == LOST_AT_SET_UP for facts in view.facts.values())
 
 
 def _finding(view: Timeline, awaited: dict[int, int]) -> Finding:
     ranks = tuple(sorted(awaited))
-    where = {rank: facts.record.awaited_in for rank, facts in view.facts.items() if facts.record is not None}
+    where = {rank: record_of(facts).awaited_in for rank, facts in view.facts.items()}
     waited = tuple(rank for rank, place in where.items() if place in AT_INIT)
     is_lost = all(where[rank] == LOST_AT_SET_UP for rank in waited)
     text = (
@@ -123,6 +124,6 @@ def _finding(view: Timeline, awaited: dict[int, int]) -> Finding:
         ranks,
         f"{text}.",
         confidence=Confidence.POSSIBLE if is_lost else Confidence.LIKELY,
-        evidence=tuple(line for rank in waited[:3] for line in log_evidence(view.facts[rank])),
+        evidence=log_evidence(view, waited[:3]),
         remedy=_REMEDY_LOST if is_lost else "",
     )

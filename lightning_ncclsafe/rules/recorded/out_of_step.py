@@ -94,6 +94,6 @@ def _finding(view: Timeline, group: GroupView, seq: int, ahead: tuple[int, ...])
         evidence=(
             *counters_evidence(view, group),
             *one_element_evidence(waiting.values()),
-            *(line for rank in (least[0], ahead[0]) for line in log_evidence(view.facts[rank])),
+            *log_evidence(view, (least[0], ahead[0])),
         ),
     )

@@ -71,7 +71,7 @@ def _without_collectives(view: Timeline) -> Finding:
         (),
         f"{text}.",
         confidence=Confidence.POSSIBLE,
-        evidence=(*exceptions, *(line for rank in who[:2] for line in log_evidence(view.facts[rank]))),
+        evidence=(*exceptions, *log_evidence(view, who[:2])),
     )
 
 
@@ -105,6 +105,6 @@ def _finding(view: Timeline, group: GroupView) -> Finding:
         confidence=Confidence.POSSIBLE,
         evidence=(
             *counters_evidence(view, group),
-            *(line for rank in list(waiting)[:2] for line in log_evidence(view.facts[rank])),
+            *log_evidence(view, [*waiting][:2]),
         ),
     )

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from functools import cached_property
 
 from lightning_ncclsafe.rules.kit import Timeline, once, signature
-from lightning_ncclsafe.rules.recorded.calls import Op, Seen, has_dumps, has_moved, waits_for_all
+from lightning_ncclsafe.rules.recorded.calls import Op, Seen, has_dumps, has_moved, record_of, waits_for_all
 from lightning_ncclsafe.rules.recorded.circles import Node, components, ranks_before
 from lightning_ncclsafe.rules.recorded.deadlocks import deadlock
 from lightning_ncclsafe.rules.recorded.root import Root, RootCause
@@ -127,14 +127,13 @@ class _Roots:
 
     def _is_of_another_moment(self, rank: int) -> bool:
         """Whether its dump may be older: something had just ended, or its calls were long before those of others."""
-        record = self._facts[rank].record
-        return record is not None and (record.is_moving or record.is_doubtful)
+        record = record_of(self._facts[rank])
+        return record.is_moving or record.is_doubtful
 
     @cached_property
     def _do_several_move(self) -> bool:
         """Whether something had just ended on several ranks: once a device has failed, all ranks wait."""
-        records = (facts.record for facts in self._facts.values())
-        return sum(record is not None and record.is_moving for record in records) > 1
+        return sum(record_of(facts).is_moving for facts in self._facts.values()) > 1
 
     def _is_overtaken(self, rank: int) -> bool:
         """Whether others have completed what this rank has not called, so that its dump may be older."""
@@ -154,9 +153,9 @@ class _Roots:
             ranks = tuple(sorted((rank, *(lost or held))))
             return Root(cause=RootCause.UNMATCHED, ranks=ranks, circle=ranks, is_sure=graph.lost.isdisjoint(ranks))
         # If a job is dumped at its beginning, some ranks have called nothing yet.
-        record = self._facts[rank].record
-        is_blank = record is not None and record.is_blank
-        is_sure = not is_blank and is_absent and len(held) * 2 >= len(graph.open) - len(held)
+        is_sure = (
+            not record_of(self._facts[rank]).is_blank and is_absent and len(held) * 2 >= len(graph.open) - len(held)
+        )
         # It may have reached the end of the program together with other idle ranks.
         is_known = bool(ops) or bool(graph.view.silent) or not self._is_level_with_idle(rank)
         is_sure = is_sure and is_known and not self._is_of_another_moment(rank)

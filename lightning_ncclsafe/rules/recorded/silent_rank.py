@@ -17,9 +17,8 @@ from lightning_ncclsafe.rules.kit import (
     finding,
     ranks_words,
     recorded_rule,
-    verb,
 )
-from lightning_ncclsafe.rules.recorded.calls import has_called_in, has_dumps, idle_behind
+from lightning_ncclsafe.rules.recorded.calls import has_called_in, has_dumps, idle_behind, record_of
 from lightning_ncclsafe.rules.recorded.divergences import OF_TWO, conflict
 from lightning_ncclsafe.rules.recorded.ends import failed, failed_in_nccl
 from lightning_ncclsafe.rules.recorded.evidence import (
@@ -87,7 +86,7 @@ def _named(view: Timeline, named: LogStatements) -> Finding:
     return finding(
         view,
         ranks,
-        f"{ranks_words(ranks)} {verb(ranks, 'has', 'have')} not arrived: {named[0].detail}.",
+        f"{clause(ranks, 'has|have')} not arrived: {named[0].detail}.",
         evidence=named.evidence,
     )
 
@@ -111,7 +110,7 @@ def _at_barrier(view: Timeline) -> Iterator[Finding]:
     """The rank that checks a monitored barrier did not answer: it is late itself, or waits for another."""
     came = stated(view, StatementKind.BARRIER_WAIT)
     ranks = tuple(rank for rank in came.ranks if rank not in came.by)
-    if not ranks or failed(view) or any(one.record is not None and one.record.awaited for one in view.facts.values()):
+    if not ranks or failed(view) or any(record_of(one).awaited for one in view.facts.values()):
         return
     if any(rank in view.facts and view.facts[rank].exception is not None for rank in ranks):
         return
@@ -140,11 +139,11 @@ def _of_other_groups(view: Timeline) -> Finding:
     return finding(
         view,
         ranks,
-        f"{ranks_words(ranks)} {verb(ranks, 'reports', 'report')} nothing, while {waiting_words(waiting)}.",
+        f"{clause(ranks, 'reports|report')} nothing, while {waiting_words(waiting)}.",
         confidence=Confidence.LIKELY if alone else Confidence.POSSIBLE,
         evidence=(
             *(item for group in groups[:4] for item in counters_evidence(view, group)),
-            *(line for rank in list(waiting)[:2] for line in log_evidence(view.facts[rank])),
+            *log_evidence(view, [*waiting][:2]),
         ),
     )
 
@@ -225,6 +224,6 @@ def _finding(view: Timeline, absence: _Absence) -> Finding:
             *finished_evidence(view, ranks),
             *counters_evidence(view, group),
             *one_element_evidence(waiting.values()),
-            *(line for rank in list(waiting)[:2] for line in log_evidence(view.facts[rank])),
+            *log_evidence(view, [*waiting][:2]),
         ),
     )

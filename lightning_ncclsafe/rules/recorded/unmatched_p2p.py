@@ -14,10 +14,10 @@ from lightning_ncclsafe.rules.kit import (
     clause,
     finding,
     numel,
-    other_end,
+    outstanding_p2p,
     recorded_rule,
 )
-from lightning_ncclsafe.rules.recorded.calls import has_dumps, members_of, open_p2p
+from lightning_ncclsafe.rules.recorded.calls import end_of, has_dumps
 from lightning_ncclsafe.rules.recorded.ends import failed
 from lightning_ncclsafe.rules.recorded.evidence import NO_LONGER_TIMEOUT, consequence_evidence, described, first_site
 from lightning_ncclsafe.rules.recorded.root import Root, RootCause
@@ -60,7 +60,7 @@ def unmatched_p2p(view: Timeline) -> Iterator[Finding]:
 
 
 def _finding(view: Timeline, root: Root) -> Finding:
-    first = {rank: next(iter(open_p2p(view.facts[rank])), None) for rank in root.circle}
+    first = {rank: outstanding_p2p(view.facts[rank]) for rank in root.circle}
     calls = {rank: call for rank, call in first.items() if call is not None}
     passed = tuple(rank for rank, call in first.items() if call is None)
     parts = [_hop(view, rank, call) for rank, call in calls.items()]
@@ -89,11 +89,11 @@ def _finding(view: Timeline, root: Root) -> Finding:
 
 def _is_a_pair(view: Timeline, calls: dict[int, Collective]) -> bool:
     """Whether one is the other side of the other."""
-    ends = {rank: other_end(call, members_of(view, call)) for rank, call in calls.items()}
+    ends = {rank: end_of(view, call) for rank, call in calls.items()}
     kinds = {end[0] for end in ends.values() if end is not None and end[1] in calls}
     return kinds == {"send", "recv"}
 
 
 def _hop(view: Timeline, rank: int, call: Collective) -> str:
-    end = other_end(call, members_of(view, call)) if call.is_p2p else None
+    end = end_of(view, call)
     return f"rank {rank} waits in {call.op}" + (f" for rank {end[1]}" if end is not None else "")

@@ -12,6 +12,7 @@ from lightning_ncclsafe.rules.kit import (
     recorded_rule,
     verb,
 )
+from lightning_ncclsafe.rules.recorded.calls import record_of
 from lightning_ncclsafe.rules.recorded.ends import failed
 from lightning_ncclsafe.rules.recorded.evidence import log_evidence
 
@@ -39,14 +40,14 @@ def watchdog_stuck(view: Timeline) -> Iterator[Finding]:
     Cannot see:
         Which of the two it is; whether the rank was the first to get stuck, if all ranks report it.
     """
-    ranks = tuple(rank for rank, facts in sorted(view.facts.items()) if facts.record and facts.record.stuck_s)
+    ranks = tuple(rank for rank, facts in sorted(view.facts.items()) if record_of(facts).stuck_s)
     if ranks and not failed(view):
         yield _finding(view, ranks)
 
 
 def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
-    others = tuple(rank for rank in sorted(view.facts) if rank not in ranks)
-    times = {record.stuck_s for rank in ranks if (record := view.facts[rank].record) is not None}
+    others = view.besides(ranks)
+    times = {record_of(view.facts[rank]).stuck_s for rank in ranks}
     up_to = "up to " if len(times) > 1 else ""
     text = f"NCCL's watchdog made no progress on {ranks_words(ranks)} for {up_to}{duration_words(max(times))}"
     text += f", while it did on {ranks_words(others)}" if others else ", on every rank that the log names"
@@ -56,5 +57,5 @@ def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
         ranks,
         f"{text}: {held}.",
         confidence=Confidence.LIKELY if len(ranks) < len(others) else Confidence.POSSIBLE,
-        evidence=tuple(line for rank in ranks[:3] for line in log_evidence(view.facts[rank])),
+        evidence=log_evidence(view, ranks[:3]),
     )

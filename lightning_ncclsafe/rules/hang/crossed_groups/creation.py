@@ -1,7 +1,7 @@
 """Process groups that ranks create in different orders, or number differently, as only some have created one."""
 
 import itertools
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from lightning_ncclsafe.code.libraries import GROUP_CREATION
@@ -18,9 +18,11 @@ from lightning_ncclsafe.rules.kit import (
     deepest_user_frame,
     finding,
     group_words,
+    grouped,
     is_in,
     location_of,
     once,
+    ranks_by,
     ranks_words,
     short_place,
     verb,
@@ -47,10 +49,9 @@ def created_differently(view: Timeline) -> Finding | None:
     made = {rank: facts.steps.groups_made for rank, facts in view.facts.items()}
     # Creating a group waits for the others; a rank that works may merely be late for it.
     making = tuple(rank for rank in view.waiting if is_in(GROUP_CREATION, view.facts[rank].stack))
-    all_wait = set(view.waiting) == set(view.facts) and not view.silent and not view.raised
-    if making and all_wait and min(made.values()) >= 0 and len({*made.values()}) > 1:
+    if making and view.all_wait and min(made.values()) >= 0 and len({*made.values()}) > 1:
         return _in_different_numbers(view, making, made)
-    if making and all_wait and len({*made.values()}) == 1:
+    if making and view.all_wait and len({*made.values()}) == 1:
         # The number of the last one: the default group is number 0.
         name = str(made[making[0]] - 1)
         apart = _members_apart(view, name, making)
@@ -58,8 +59,8 @@ def created_differently(view: Timeline) -> Finding | None:
         return _of_one_number(view, making, name, apart, wait) if len(apart) > 1 else None
     if circle_of_waits(view) or (met := _met_under_one_number(view)) is None:
         return None
-    name, waiting, apart = met
-    return _of_one_number(view, waiting, name, apart, f"{clause(waiting, 'waits|wait')} in its first call")
+    name, waiting, known = met
+    return _of_one_number(view, waiting, name, known, f"{clause(waiting, 'waits|wait')} in its first call")
 
 
 def _awaited_in_creation(view: Timeline) -> dict[int, tuple[str, int]]:
@@ -80,7 +81,8 @@ def _in_circle(view: Timeline, circle: dict[int, tuple[str, int]]) -> Finding:
 def _in_different_numbers(view: Timeline, making: tuple[int, ...], made: dict[int, int]) -> Finding:
     """Each rank numbers the group that it creates by its own count, and waits for the others under that number."""
     parts = []
-    for (count, is_making), ranks in _by_count(making, made).items():
+    counts = {rank: (count, rank in making) for rank, count in sorted(made.items())}
+    for (count, is_making), ranks in ranks_by(counts).items():
         creates = f"{verb(ranks, 'is creating', 'are creating')} number {count}"
         waits = f"{verb(ranks, 'has', 'have')} created {count} and {verb(ranks, 'waits', 'wait')} elsewhere"
         parts.append(f"{ranks_words(ranks)} {creates if is_making else waits}")
@@ -91,26 +93,12 @@ def _in_different_numbers(view: Timeline, making: tuple[int, ...], made: dict[in
     here = call_location(view, making) if len(making) < len(made) else ""
     return finding(
         view,
-        _odd_makers(made),
+        grouped(made).deviating,
         f"Ranks {numbers} and wait for each other: {', '.join(parts)}{condition}.",
         location=places[0] if len(places) == 1 else here,
         evidence=where_evidence(view, view.facts),
         remedy=_REMEDY_MADE,
     )
-
-
-def _by_count(making: tuple[int, ...], made: dict[int, int]) -> dict[tuple[int, bool], list[int]]:
-    """Ranks by the number of groups that they have created, and whether they are creating one."""
-    ranks: dict[tuple[int, bool], list[int]] = defaultdict(list)
-    for rank, count in sorted(made.items()):
-        ranks[count, rank in making].append(rank)
-    return ranks
-
-
-def _odd_makers(made: dict[int, int]) -> tuple[int, ...]:
-    """The ranks that have created a different number than most; all of them if there is no majority."""
-    ((usual, often),) = Counter(made.values()).most_common(1)
-    return tuple(sorted(rank for rank, count in made.items() if 2 * often <= len(made) or count != usual))
 
 
 def _members_apart(view: Timeline, name: str, making: tuple[int, ...]) -> dict[tuple[int, ...], list[int]]:
@@ -133,7 +121,7 @@ def _members_apart(view: Timeline, name: str, making: tuple[int, ...]) -> dict[t
     return apart
 
 
-def _met_under_one_number(view: Timeline) -> tuple[str, tuple[int, ...], dict[tuple[int, ...], list[int]]] | None:
+def _met_under_one_number(view: Timeline) -> tuple[str, tuple[int, ...], dict[tuple[int, ...], tuple[int, ...]]] | None:
     """A group whose number other ranks have given to another group, the ranks that wait in it, and its members.
 
     All of its members have made its first call: they have met others, who use that number, too.
@@ -183,11 +171,8 @@ def _own_groups(view: Timeline) -> dict[str, dict[int, Group]]:
 
 
 @once
-def _by_members(view: Timeline, name: str) -> dict[tuple[int, ...], list[int]]:
-    apart: dict[tuple[int, ...], list[int]] = defaultdict(list)
-    for rank, group in _known_as(view, name).items():
-        apart[group.ranks].append(rank)
-    return dict(apart)
+def _by_members(view: Timeline, name: str) -> dict[tuple[int, ...], tuple[int, ...]]:
+    return ranks_by({rank: group.ranks for rank, group in _known_as(view, name).items()})
 
 
 def _waiting_in(view: Timeline, name: str) -> tuple[int, ...]:

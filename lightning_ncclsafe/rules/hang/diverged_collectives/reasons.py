@@ -30,10 +30,10 @@ from lightning_ncclsafe.rules.kit import (
     location_of,
     others_wait,
     out_of_data_first,
+    outside_trainer,
     place_words,
     ranks_words,
     shift,
-    trainer_start,
     under_words,
     verb,
     waiting_outside_trainer,
@@ -64,10 +64,9 @@ def _called_alone(view: Timeline) -> Finding | None:
     if not conditions:
         return None
     ranks, condition = tuple(sorted(conditions)), next(iter(conditions.values()))
-    stack = view.facts[ranks[0]].stack
-    caller = deepest_user_frame(stack[: trainer_start(stack) or None])
-    others = tuple(rank for rank in sorted(view.facts) if rank not in ranks)
-    elsewhere = f" {capitalised(ranks_words(others))} {verb(others, 'is', 'are')} in another call." if others else ""
+    caller = deepest_user_frame(outside_trainer(view.facts[ranks[0]].stack))
+    others = view.besides(ranks)
+    elsewhere = f" {capitalised(clause(others, 'is|are'))} in another call." if others else ""
     text = (
         f"{clause(ranks, 'has|have called the Trainer alone')}"
         f"{at_words(caller)}, {under_words(condition)}: "
@@ -105,7 +104,7 @@ def _silent_words(view: Timeline) -> str:
     gone = tuple(rank for rank in view.silent if is_gone(view, rank))
     outside = tuple(rank for rank in view.silent if rank not in gone)
     ended = f" The process of {ranks_words(gone)} has ended." if gone else ""
-    away = f"{capitalised(ranks_words(outside))} {verb(outside, 'does', 'do')} not answer, as"
+    away = f"{capitalised(clause(outside, 'does|do'))} not answer, as"
     return ended + (f" {away} {verb(outside, 'a rank', 'ranks')} outside the Trainer." if outside else "")
 
 
@@ -115,7 +114,7 @@ def _two_threads(view: Timeline) -> Finding | None:
     if not lines:
         return None
     ranks, line = tuple(lines), next(iter(lines.values()))
-    ended, split = aborted_by_gloo(view), view.divergence or view.lost_divergence
+    ended, split = aborted_by_gloo(view), view.any_divergence
     calls = f" {capitalised(calls_words(view, split))} as one." if split is not None else ""
     gone = f" The process of {ranks_words(ended)} has ended, {gloo_abort_words(view, ended)}." if ended else ""
     text = (
@@ -129,7 +128,7 @@ def _two_threads(view: Timeline) -> Finding | None:
         severity=Severity.ERROR if ended else None,
         location=location_of(line),
         evidence=(
-            *(call_evidence(split) if split is not None else ()),
+            *call_evidence(split),
             *ended_process_evidence(view, ended),
             *where_evidence(view, view.facts),
         ),
@@ -165,7 +164,7 @@ def _more_passes(view: Timeline) -> Finding | None:
 def _monitored_key(view: Timeline) -> Finding | None:
     """Some ranks wait in a callback that the others skip because they have not logged the key that it monitors."""
     having = tuple(rank for rank in view.waiting if is_in(MONITORS, view.facts[rank].stack))
-    lacking = tuple(rank for rank in sorted(view.facts) if rank not in having)
+    lacking = view.besides(having)
     if not having or not lacking or view.raised or view.working(view.facts) or out_of_data_first(view):
         return None
     logged = {rank: {key.name for key in facts.steps.monitored} for rank, facts in view.facts.items()}

@@ -35,6 +35,7 @@ from lightning_ncclsafe.rules.kit import (
     out_of_step,
     place_words,
     positions,
+    ranks_by,
     ranks_words,
     signature,
     under_rank_condition,
@@ -58,11 +59,9 @@ def waits_elsewhere(view: Timeline, ranks: tuple[int, ...]) -> Finding:
 
 def _in_calls_of_few(view: Timeline) -> tuple[int, ...]:
     """The waiting ranks that are not in the call that most of them wait in; all if there is none."""
-    by_call: dict[object, list[int]] = defaultdict(list)
-    for rank in view.waiting:
-        call = view.activities[rank].collective
-        by_call[(call.group, call.seq) if call is not None else None].append(rank)
-    return minority(by_call.values()) or view.waiting
+    calls = {rank: view.activities[rank].collective for rank in view.waiting}
+    numbers = {rank: (call.group, call.seq) if call is not None else None for rank, call in calls.items()}
+    return minority(ranks_by(numbers).values()) or view.waiting
 
 
 def waits_for_none(view: Timeline) -> Finding | None:
@@ -99,7 +98,7 @@ def _waiting_apart(view: Timeline) -> tuple[int, ...]:
     Empty if one of them waits in the same call as a rank outside: then it only reads a result there.
     """
     is_unread = any(waits_for_silent_device(view.facts[rank]) for rank in view.waiting)
-    if not is_unread or view.silent or len(view.waiting) < len(view.facts):
+    if not is_unread or not view.all_wait:
         return ()
     apart = tuple(sorted(under_rank_condition(view, view.waiting)))
     own, others = (
@@ -121,14 +120,15 @@ def _finished_early(view: Timeline) -> tuple[int, ...]:
 
 def _different_call_sites(view: Timeline) -> tuple[int, ...]:
     """Ranks that called the same collective from a different function than most did."""
-    sites: dict[tuple[str, str], list[int]] = defaultdict(list)
+    functions: dict[int, tuple[str, str]] = {}
     for rank in view.waiting:
         doing = view.activities[rank]
         # With several outstanding, the stack shows nothing about the oldest.
         is_sole = len([*open_collectives(view.facts[rank])]) == 1 and not doing.on_device
         if doing.kind is not Kind.COLLECTIVE or doing.frame is None or not is_sole:
             return ()
-        sites[(doing.frame.file, doing.frame.function)].append(rank)
+        functions[rank] = doing.frame.file, doing.frame.function
+    sites = ranks_by(functions)
     if len(sites) < 2 or not any(view.joined(group) for group in view.groups):
         return ()
     most = max(sites.values(), key=len)
@@ -144,12 +144,13 @@ def _different_numbers(view: Timeline) -> Finding | None:
     # How far the model's own threads are in it does not show in the stack.
     if any(is_in(BACKWARD | DDP | SHARDING, facts.stack[-1:]) for facts in view.facts.values()):
         return None
-    calls: dict[str, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+    calls: dict[str, dict[int, int]] = defaultdict(dict)
     for rank, facts in sorted(view.facts.items()):
         for group in facts.unrecorded:
             if group.backend.startswith("nccl") and group.calls >= 0:
-                calls[group.name][group.calls].append(rank)
-    for name, by_count in sorted(calls.items()):
+                calls[group.name][rank] = group.calls
+    for name, counts in sorted(calls.items()):
+        by_count = ranks_by(counts)
         if len(by_count) > 1 and sum(map(len, by_count.values())) == len(view.facts):
             numbers = ", ".join(f"{count:,} on {ranks_words(who)}" for count, who in by_count.items())
             ranks = minority(by_count.values()) or tuple(view.facts)
