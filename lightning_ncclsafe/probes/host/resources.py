@@ -92,10 +92,16 @@ def look_at(pid: int, *, rank: int = -1, started: float | None = None) -> Proces
 
 def _ended_process(pid: int, rank: int) -> ProcessFacts:
     """A process that has ended, and that its parent has not waited for yet."""
-    code = _exit_code(pid)
-    ended_by = signal_name(-code) if code is not None and code < 0 else ""
-    exit_code = code if code is not None and code >= 0 else None
+    ended_by, exit_code = how_ended(_exit_code(pid))
     return ProcessFacts(pid=pid, rank=rank, state="zombie", ended_by=ended_by, exit_code=exit_code)
+
+
+def how_ended(code: int | None) -> tuple[str, int | None]:
+    """The signal that ended a process, or the code that it exited with, by an exit code that is negative for a signal.
+
+    If there is no such code, neither is known.
+    """
+    return (signal_name(-code), None) if code is not None and code < 0 else ("", code)
 
 
 def signal_name(number: int) -> str:
