@@ -26,6 +26,7 @@ import psutil
 
 from lightning_ncclsafe._torch import stores
 from lightning_ncclsafe.code.marks import Mark, marked
+from lightning_ncclsafe.code.side_thread import SideThread
 from lightning_ncclsafe.errors import CollectiveTimeoutError
 from lightning_ncclsafe.exchange import Exchange, ExchangeError, poll_interval_s, wait_for, wait_for_keys
 from lightning_ncclsafe.probes.rank_info import RankInfo
@@ -45,6 +46,7 @@ _OTHERS_LEAVE_S = 3.0
 _LOGS_S = 5.0
 # How long each last call to storage or other processes has; such a call may never return.
 _LAST_STEP_S = 1.0
+_THREAD = "ncclsafe-ending"
 
 
 class Ending:
@@ -150,7 +152,7 @@ class Ending:
 
         # Runs after other threads have ended, and before handlers that were registered earlier.
         atexit.register(limit_exit)
-        _in_background(watch)
+        SideThread(_THREAD).begin(watch)
 
     def hold(self) -> None:
         """Stops the Trainer's thread: as soon as it executes Python code, it waits for the process to exit."""
@@ -266,21 +268,10 @@ class _ExitTimer:
             raise OSError(ctypes.get_errno(), "timer_settime")
 
 
-def _in_background(act: Callable[[], None]) -> threading.Thread:
-    thread = threading.Thread(target=act, name="ncclsafe-ending", daemon=True)
-    thread.start()
-    return thread
-
-
 def _try_for(seconds: float, act: Callable[[], None]) -> None:
     """Runs something in a thread and waits this long for it; it may fail, or never return."""
-
-    def attempt() -> None:
-        with suppress(Exception):
-            act()
-
-    with suppress(RuntimeError):
-        _in_background(attempt).join(seconds)
+    with suppress(BaseException):
+        SideThread(_THREAD).call(act, seconds)
 
 
 def end_frozen(peers: Iterable[RankInfo], say: Callable[[str], None]) -> None:
