@@ -292,7 +292,6 @@ def end_frozen(peers: Iterable[RankInfo], say: Callable[[str], None]) -> None:
 def end_run(
     *,
     ending: Ending,
-    make_error: Callable[[], CollectiveTimeoutError],
     exchange: Exchange,
     rank: int,
     world_size: int,
@@ -305,7 +304,7 @@ def end_run(
     """Ends this rank's part of the run, from a side thread: the process exits within 12 s.
 
     Args:
-        make_error: Makes the error that attempts to save raise meanwhile.
+        ending: Closed already: nothing is saved any more.
         write_logs: Writes what loggers were given to storage, within the seconds that it is given.
         logging_ranks: Ranks that have such loggers.
         end_frozen: Ends ranks that cannot end themselves; after logs are written, as launchers end all ranks with one.
@@ -313,7 +312,6 @@ def end_run(
         may_others_come: Whether ranks are still starting, and have to learn that the others have given up.
     """
     ending.exit_within(_LEAVES_S)
-    ending.close(make_error)
     ending.hold()
     _write_logs(exchange, write_logs, rank=rank, logging_ranks=logging_ranks)
     end_frozen()
