@@ -12,10 +12,12 @@ import psutil
 from lightning_ncclsafe.facts import GONE, HostFacts, ProcessFacts
 from lightning_ncclsafe.probes.absent import grown, line_after, or_none
 from lightning_ncclsafe.probes.host.cgroups import ControlGroups
-from lightning_ncclsafe.probes.process.main_thread import wait_channel
+from lightning_ncclsafe.probes.process.main_thread import stat_fields, wait_channel
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _PROC = Path("/proc")
+# Of /proc/PID/stat after the name: the last of all.
+_EXIT_CODE_FIELD = 49
 
 
 class HostProbe:
@@ -116,9 +118,7 @@ def _exit_code(pid: int) -> int | None:
     with suppress(OSError, ValueError, IndexError):
         # For other users, it shows 0.
         if Path(f"/proc/{pid}").stat().st_uid == os.geteuid():
-            # The state, after the name, which may contain anything, is field 3 of 52; the exit code is the last.
-            status = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[49])
-            return os.waitstatus_to_exitcode(status)
+            return os.waitstatus_to_exitcode(int(stat_fields(Path(f"/proc/{pid}"))[_EXIT_CODE_FIELD]))
     return None
 
 
