@@ -252,7 +252,6 @@ NOT_FOR_RANKS = {
     "exchange.fallback.CallThread.close": ITSELF,
     "guard.ending.Ending.exit_after_main_thread.watch": ASIDE,
     "guard.ending._stay": "the thread of a run that has ended",
-    "guard.ending._try_for": ASIDE,
     "guard.leaving.Leaving._ask_who_stays": "below Leaving.finish",
     "guard.participation.Participation._gather": ASIDE,
     "guard.watchdog.Watchdog.pause": ASIDE,

@@ -14,7 +14,7 @@ from lightning_ncclsafe.code.this_host import host_boot_id, host_name, process_s
 def boot_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     told = tmp_path / "boot_id"
     told.write_text("6d0cfe11-22\n")
-    monkeypatch.setattr(this_host.host_boot_id, "__defaults__", (told,))
+    monkeypatch.setattr(this_host, "_BOOT_ID", told)
     return told
 
 

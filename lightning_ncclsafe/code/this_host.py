@@ -8,13 +8,13 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _SHORT = 8
 
 
-def host_boot_id(boot_id: Path = _BOOT_ID) -> str:
+def host_boot_id() -> str:
     """An id that is equal for all processes of this host, and only for them: the kernel's boot id, or else its name.
 
     A container has the boot id of its host, but a name of its own.
     """
     try:
-        return boot_id.read_text().strip() or socket.gethostname()
+        return _BOOT_ID.read_text().strip() or socket.gethostname()
     except OSError:
         return socket.gethostname()
 

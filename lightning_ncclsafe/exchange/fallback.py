@@ -118,20 +118,16 @@ class _OverAnother:
         raise NotImplementedError
 
     def set(self, key: str, value: bytes) -> None:
-        """Publishes a value."""
         self._call(lambda exchange: exchange.set(key, value))
 
     def set_if_absent(self, key: str, value: bytes) -> bytes:
-        """Publishes a value unless the key has one; returns the value that the key has then."""
         return self._call(lambda exchange: exchange.set_if_absent(key, value))
 
     def get_many(self, keys: Iterable[str]) -> dict[str, bytes]:
-        """The values of those keys that have one."""
         wanted = [*keys]
         return self._call(lambda exchange: exchange.get_many(wanted))
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Deletes keys."""
         gone = [*keys]
         self._call(lambda exchange: exchange.delete(gone))
 

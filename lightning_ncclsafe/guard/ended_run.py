@@ -68,7 +68,6 @@ class EndedRun:
             return
         end_run(
             ending=own.ending,
-            make_error=own.state.error,
             exchange=own.connection.exchange,
             rank=own.place.rank,
             world_size=own.place.world_size,
@@ -87,7 +86,6 @@ class EndedRun:
         return self._save(self._own.state.verdict.answer if self._own.state.verdict is not None else "", raised)
 
     def _close(self) -> None:
-        self._own.state.is_ending = True
         self._own.ending.close(self._own.state.error)
 
     def _leaves_by_itself(self) -> bool:

@@ -26,6 +26,7 @@ import psutil
 
 from lightning_ncclsafe._torch import stores
 from lightning_ncclsafe.code.marks import Mark, marked
+from lightning_ncclsafe.code.side_thread import SideThread
 from lightning_ncclsafe.errors import CollectiveTimeoutError
 from lightning_ncclsafe.exchange import Exchange, ExchangeError, poll_interval_s, wait_for, wait_for_keys
 from lightning_ncclsafe.probes.rank_info import RankInfo
@@ -45,6 +46,7 @@ _OTHERS_LEAVE_S = 3.0
 _LOGS_S = 5.0
 # How long each last call to storage or other processes has; such a call may never return.
 _LAST_STEP_S = 1.0
+_THREAD = "ncclsafe-ending"
 
 
 class Ending:
@@ -150,7 +152,7 @@ class Ending:
 
         # Runs after other threads have ended, and before handlers that were registered earlier.
         atexit.register(limit_exit)
-        _in_background(watch)
+        SideThread(_THREAD).begin(watch)
 
     def hold(self) -> None:
         """Stops the Trainer's thread: as soon as it executes Python code, it waits for the process to exit."""
@@ -266,21 +268,10 @@ class _ExitTimer:
             raise OSError(ctypes.get_errno(), "timer_settime")
 
 
-def _in_background(act: Callable[[], None]) -> threading.Thread:
-    thread = threading.Thread(target=act, name="ncclsafe-ending", daemon=True)
-    thread.start()
-    return thread
-
-
 def _try_for(seconds: float, act: Callable[[], None]) -> None:
     """Runs something in a thread and waits this long for it; it may fail, or never return."""
-
-    def attempt() -> None:
-        with suppress(Exception):
-            act()
-
-    with suppress(RuntimeError):
-        _in_background(attempt).join(seconds)
+    with suppress(BaseException):
+        SideThread(_THREAD).call(act, seconds)
 
 
 def end_frozen(peers: Iterable[RankInfo], say: Callable[[str], None]) -> None:
@@ -301,7 +292,6 @@ def end_frozen(peers: Iterable[RankInfo], say: Callable[[str], None]) -> None:
 def end_run(
     *,
     ending: Ending,
-    make_error: Callable[[], CollectiveTimeoutError],
     exchange: Exchange,
     rank: int,
     world_size: int,
@@ -314,7 +304,7 @@ def end_run(
     """Ends this rank's part of the run, from a side thread: the process exits within 12 s.
 
     Args:
-        make_error: Makes the error that attempts to save raise meanwhile.
+        ending: Closed already: nothing is saved any more.
         write_logs: Writes what loggers were given to storage, within the seconds that it is given.
         logging_ranks: Ranks that have such loggers.
         end_frozen: Ends ranks that cannot end themselves; after logs are written, as launchers end all ranks with one.
@@ -322,7 +312,6 @@ def end_run(
         may_others_come: Whether ranks are still starting, and have to learn that the others have given up.
     """
     ending.exit_within(_LEAVES_S)
-    ending.close(make_error)
     ending.hold()
     _write_logs(exchange, write_logs, rank=rank, logging_ranks=logging_ranks)
     end_frozen()

@@ -196,10 +196,10 @@ class Guard:
     # What the watchdog calls, on its thread.
 
     def _tick(self, idle_s: float) -> None:
-        connection, state = self._own.connection, self._own.state
+        connection = self._own.connection
         if connection.change_over():
             # Earlier reports were about a start that has succeeded now.
-            state.forget_incident()
+            self._own.forget_incident()
         self._detector.observe(idle_s)
         if self._detector.phase is Phase.INIT:
             self._own.probe.note_memory()

@@ -74,8 +74,8 @@ class Participation:
                 self._ended_run.follow_verdict(incident.kind)
 
     def _close_incident(self, incident: Incident, after_s: float) -> None:
-        was_reported = self._own.state.open_incident is not None and not self._own.state.is_ending
-        self._own.state.forget_incident()
+        was_reported = self._own.state.open_incident is not None and not self._own.ending.is_closed
+        self._own.forget_incident()
         if self._own.place.rank == 0 and was_reported:
             self._own.say(f"recovered after {after_s:.0f} s (incident {incident.number})")
 

@@ -151,7 +151,6 @@ class GuardState:
         began_ns: When the guard began to watch, nanoseconds since the epoch.
         open_incident: The incident that is open; None between incidents.
         verdict: The current verdict; None if there is none.
-        is_ending: Whether this rank is being ended: its verdict is final, and progress no longer counts as a recovery.
         is_off: Whether the guard has failed or is closed: it no longer asks or answers.
         answered: The ranks that took part in the last round before all ranks joined the process group.
         is_leaving: Whether this rank has finished, and is about to leave while others still work.
@@ -164,7 +163,6 @@ class GuardState:
         self.began_ns = 0
         self.open_incident: Incident | None = None
         self.verdict: Verdict | None = None
-        self.is_ending = False
         self.is_off = False
         self.answered: set[int] = set()
         self.is_leaving = False
@@ -181,11 +179,6 @@ class GuardState:
     def limit_is_reported(self) -> bool:
         """Whether the current verdict is the one at the hard limit."""
         return self.verdict is not None and self.verdict.incident.kind is IncidentKind.TIMEOUT
-
-    def forget_incident(self) -> None:
-        """Forgets the incident and its verdict, unless this rank is being ended because of it."""
-        if not self.is_ending:
-            self.open_incident = self.verdict = None
 
     def error(self) -> CollectiveTimeoutError:
         """The verdict as an exception; there has to be a verdict."""
@@ -219,3 +212,8 @@ class GuardedRank:
     incidents: IncidentNumbers
     phase_kind: Callable[[], tuple[PhaseKind, int]]
     say: Callable[[str], None]
+
+    def forget_incident(self) -> None:
+        """Forgets the incident and its verdict, unless this rank is being ended because of it: then that is final."""
+        if not self.ending.is_closed:
+            self.state.open_incident = self.state.verdict = None

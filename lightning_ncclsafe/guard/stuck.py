@@ -83,7 +83,7 @@ class StuckDetector:
         if incident is None or ended_s < max(incident.suspect_after_s, _LEAST_STANDSTILL_S):
             return None
         # A main thread that unwinds with an exception makes progress, too; at the next tick, the exception is known.
-        if self._own.probe.exception is not None or self._own.state.is_ending:
+        if self._own.probe.exception is not None or self._own.ending.is_closed:
             return None
         return IncidentEntry(incident=incident, recovered_after_s=round(ended_s, 1))
 

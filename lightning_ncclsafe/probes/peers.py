@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from lightning_ncclsafe.code.side_thread import OWN_THREADS
 from lightning_ncclsafe.facts import ANSWERING, COLLECTOR, ENDED, GONE, Frame, ProcessFacts
-from lightning_ncclsafe.probes.host.resources import look_at, signal_name
+from lightning_ncclsafe.probes.host.resources import how_ended, look_at
 from lightning_ncclsafe.probes.process import garbage, stacks, traceback_signal
 from lightning_ncclsafe.probes.process.crash_traces import CrashTraces
 from lightning_ncclsafe.probes.process.exit_status import ExitStatuses
@@ -144,7 +144,8 @@ class Peers:
         ended_by, stack, said, thread_stack = self._crash_traces.of(seen.pid)
         code = self._launched().get(seen.pid, self._statuses.of(seen.pid)) if seen.state == GONE else None
         if code is not None:
-            seen = replace(seen, ended_by=signal_name(-code) if code < 0 else "", exit_code=code if code >= 0 else None)
+            kernels, exit_code = how_ended(code)
+            seen = replace(seen, ended_by=kernels, exit_code=exit_code)
         # A process that aborts may crash while it writes its trace.
         seen_by = "" if (ended_by, seen.ended_by) == ("SIGABRT", "SIGSEGV") else seen.ended_by
         ended_by = seen_by or (ended_by if seen.exit_code is None else "")

@@ -57,7 +57,6 @@ def end(
     """Of an ending that knows no Trainer, so that this process is not held and has no deadline."""
     ending.end_run(
         ending=Ending(),
-        make_error=make_error,
         exchange=exchange or MemoryExchange(),
         rank=rank,
         world_size=2,

@@ -36,7 +36,7 @@ class Rank:
         on_timeout: OnTimeout = "abort",
         phases_s: dict[str, float] | None = None,
     ) -> None:
-        self.state = GuardState()
+        self.state, self.ending = GuardState(), Ending()
         self.probe = HandMadeProbe(0, 1)
         self.probe.waits = True
         connection = Connection(MemoryExchange(), not_before_ns=0)
@@ -55,7 +55,7 @@ class Rank:
             state=self.state,
             connection=connection,
             probe=self.probe,  # type: ignore[arg-type]
-            ending=Ending(),
+            ending=self.ending,
             incidents=IncidentNumbers(),
             phase_kind=lambda: (PhaseKind(phase=Phase.TRAIN, per_batch=True), 7),
             say=print,
@@ -113,7 +113,7 @@ def test_progress_of_a_rank_that_is_being_ended_is_no_recovery() -> None:
     incident = one.detector.incident(IncidentKind.EXCEPTION, 10.0)
     one.state.open_incident = incident
     one.state.verdict = Verdict(incident=incident, answer="rank 1 raised", ends_run=True)
-    one.state.is_ending = True
+    one.ending.close(one.state.error)
     assert one.recovers(10.0, 10.25, 0.1, 0.2) == [None] * 4
 
 

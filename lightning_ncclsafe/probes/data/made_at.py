@@ -24,7 +24,7 @@ from lightning_ncclsafe.probes.source.assignments import (
     variable,
 )
 from lightning_ncclsafe.probes.source.scopes import Scope, scope_of, scopes_of
-from lightning_ncclsafe.probes.source.syntax import first_line, is_of_self, last_line, name_of
+from lightning_ncclsafe.probes.source.syntax import argument_of, first_line, is_of_self, last_line, name_of
 
 _MOST_STEPS = 16
 _MOST_CALLS = 4
@@ -152,8 +152,7 @@ def _indices(call: ast.Call) -> ast.expr | None:
     """Which samples a ``Subset`` takes; None for any other call."""
     if name_of(call.func) != "Subset":
         return None
-    named = next((one.value for one in call.keywords if one.arg == "indices"), None)
-    return named or (call.args[1] if len(call.args) > 1 else None)
+    return argument_of(call, "indices", position=1)
 
 
 def function_called(call: ast.Call, scope: Scope, owner: type | None) -> Scope | None:
@@ -183,7 +182,7 @@ def _making(value: ast.expr | None) -> Iterator[ast.Call]:
     if isinstance(value, ast.Call):
         yield value
         if name_of(value.func) in _HOLDERS:
-            yield from _making(next((one.value for one in value.keywords if one.arg == "dataset"), None))
+            yield from _making(argument_of(value, "dataset"))
         if isinstance(value.func, ast.Attribute):
             yield from _making(value.func.value)
         for argument in value.args[:1]:
@@ -201,11 +200,8 @@ def _argument(scope: Scope, line: int, hook: str) -> Given | None:
 
 def _loaders_of(call: ast.Call, hook: str) -> ast.expr | None:
     """The loaders among the arguments of a call of the Trainer; None if they are not written out there."""
-    names = (_KEYWORDS.get(hook, ""), "dataloaders")
-    named = next((one.value for one in call.keywords if one.arg in names), None)
     position = _POSITIONS.get(hook, 1) if name_of(call.func) == "fit" else 1
-    is_plain = not any(isinstance(one, ast.Starred) for one in call.args)
-    return named or (call.args[position] if is_plain and len(call.args) > position else None)
+    return argument_of(call, _KEYWORDS.get(hook, ""), "dataloaders", position=position)
 
 
 def _held(value: ast.expr) -> ast.expr | None:
@@ -221,7 +217,7 @@ def _held(value: ast.expr) -> ast.expr | None:
     if isinstance(value, ast.Subscript):
         return _held(value.value) if isinstance(value.slice, ast.Constant) else None
     if isinstance(value, ast.Call):
-        inner = next((one.value for one in value.keywords if one.arg == "dataset"), None)
+        inner = argument_of(value, "dataset")
         if name_of(value.func) in _HOLDERS:
             inner = inner or next(iter(value.args), None)
         return None if inner is None else _held(inner)

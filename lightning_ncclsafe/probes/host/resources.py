@@ -12,10 +12,12 @@ import psutil
 from lightning_ncclsafe.facts import GONE, HostFacts, ProcessFacts
 from lightning_ncclsafe.probes.absent import grown, line_after, or_none
 from lightning_ncclsafe.probes.host.cgroups import ControlGroups
-from lightning_ncclsafe.probes.process.main_thread import wait_channel
+from lightning_ncclsafe.probes.process.main_thread import stat_fields, wait_channel
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _PROC = Path("/proc")
+# Of /proc/PID/stat after the name: the last of all.
+_EXIT_CODE_FIELD = 49
 
 
 class HostProbe:
@@ -92,10 +94,16 @@ def look_at(pid: int, *, rank: int = -1, started: float | None = None) -> Proces
 
 def _ended_process(pid: int, rank: int) -> ProcessFacts:
     """A process that has ended, and that its parent has not waited for yet."""
-    code = _exit_code(pid)
-    ended_by = signal_name(-code) if code is not None and code < 0 else ""
-    exit_code = code if code is not None and code >= 0 else None
+    ended_by, exit_code = how_ended(_exit_code(pid))
     return ProcessFacts(pid=pid, rank=rank, state="zombie", ended_by=ended_by, exit_code=exit_code)
+
+
+def how_ended(code: int | None) -> tuple[str, int | None]:
+    """The signal that ended a process, or the code that it exited with, by an exit code that is negative for a signal.
+
+    If there is no such code, neither is known.
+    """
+    return (signal_name(-code), None) if code is not None and code < 0 else ("", code)
 
 
 def signal_name(number: int) -> str:
@@ -110,9 +118,7 @@ def _exit_code(pid: int) -> int | None:
     with suppress(OSError, ValueError, IndexError):
         # For other users, it shows 0.
         if Path(f"/proc/{pid}").stat().st_uid == os.geteuid():
-            # The state, after the name, which may contain anything, is field 3 of 52; the exit code is the last.
-            status = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[49])
-            return os.waitstatus_to_exitcode(status)
+            return os.waitstatus_to_exitcode(int(stat_fields(Path(f"/proc/{pid}"))[_EXIT_CODE_FIELD]))
     return None
 
 

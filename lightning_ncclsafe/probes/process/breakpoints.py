@@ -15,7 +15,15 @@ from lightning_ncclsafe.code.libraries import DEBUGGERS
 from lightning_ncclsafe.facts import Frame
 from lightning_ncclsafe.probes.process.stacks import main_thread_frames, with_source
 from lightning_ncclsafe.probes.source.scopes import Scope, scope_at, scope_of, scopes_of
-from lightning_ncclsafe.probes.source.syntax import FUNCTIONS, LOOPS, TRY_STATEMENTS, first_line, last_line, name_of
+from lightning_ncclsafe.probes.source.syntax import (
+    FUNCTIONS,
+    LOOPS,
+    TRY_STATEMENTS,
+    first_line,
+    inside,
+    last_line,
+    name_of,
+)
 
 _NAMES = ("breakpoint", "set_trace")
 _WITHS = (ast.With, ast.AsyncWith)
@@ -50,7 +58,8 @@ def _line_before(scope: Scope, line: int, known: Mapping[str, Any]) -> int:
     lines = []
     for statement, following in _followed(scope.body):
         if any(_is_at(one, line) for one in (statement, *following)):
-            lines += [node.lineno for node in _inside(statement) if _enters_debugger(node, scope.file, known)]
+            expressions = (node for node in inside(statement) if isinstance(node, ast.expr))
+            lines += [node.lineno for node in expressions if _enters_debugger(node, scope.file, known)]
     # Of several, as in two branches, any may have been called.
     return lines[0] if len({*lines}) == 1 else 0
 
@@ -151,12 +160,3 @@ def _named(name: ast.expr, known: Mapping[str, Any]) -> object:
 def _globals_of(frame: Frame) -> Mapping[str, Any]:
     frames = (one for one in main_thread_frames() if one.f_code.co_filename == frame.file)
     return next((one.f_globals for one in frames), {})
-
-
-def _inside(node: ast.AST) -> Iterator[ast.expr]:
-    """The expressions in a statement that run with it: not those of a lambda."""
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.expr):
-            yield child
-        if not isinstance(child, ast.Lambda):
-            yield from _inside(child)

@@ -17,7 +17,7 @@ from weakref import WeakSet
 import psutil
 
 from lightning_ncclsafe.facts import EndedProcess
-from lightning_ncclsafe.probes.host.resources import signal_name
+from lightning_ncclsafe.probes.host.resources import how_ended, signal_name
 from lightning_ncclsafe.probes.process import child_crashes
 
 _PROC = Path("/proc")
@@ -137,10 +137,9 @@ class ChildWatch:
                 # A child that is not reaped yet is not reaped here.
                 if psutil.pid_exists(pid) or (code := _exit_code(process)) is None:
                     self._taken.append((at_s, pid, process))
-                elif code < 0:
-                    self._note((at_s, EndedProcess(pid=pid, signal=signal_name(-code))))
                 elif code != _CLOSED:
-                    self._note((at_s, EndedProcess(pid=pid, exit_code=code)))
+                    ended_by, exit_code = how_ended(code)
+                    self._note((at_s, EndedProcess(pid=pid, signal=ended_by, exit_code=exit_code)))
 
     def _note(self, ended: tuple[float, EndedProcess]) -> None:
         if _has_failed(ended[1]):

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_ncclsafe.facts import GarbageFacts
-from lightning_ncclsafe.probes.process.open_files import name_in_memory, open_files
+from lightning_ncclsafe.probes.process.open_files import files_in_memory
 
 # Collections of younger generations take microseconds, and run many times a second.
 _OLDEST_GENERATION = 2
@@ -104,7 +104,7 @@ def collects_garbage(pid: int) -> bool:
 
 def _shared_by(pid: int) -> Path | None:
     """The descriptor of what a process shares, in ``/proc``; None if it shares nothing."""
-    return next((link for link, target in open_files(pid) if name_in_memory(target) == _name(pid)), None)
+    return next((link for link, name in files_in_memory(pid) if name == _name(pid)), None)
 
 
 def _name(pid: int) -> str:

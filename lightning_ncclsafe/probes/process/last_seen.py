@@ -5,16 +5,14 @@ peer of its host that opened the file earlier, through ``/proc/PID/fd``, can sti
 """
 
 import os
-import sys
 import threading
-import traceback
 from contextlib import suppress
 from itertools import takewhile
 
 from lightning_ncclsafe.code.libraries import TRAINER_RUN
 from lightning_ncclsafe.facts import Frame, LastSeen, Progress, codec
-from lightning_ncclsafe.probes.process.open_files import name_in_memory, open_files
-from lightning_ncclsafe.probes.process.stacks import is_user_code, place_in, seen_frame, training_thread
+from lightning_ncclsafe.probes.process.open_files import files_in_memory, name_in_memory
+from lightning_ncclsafe.probes.process.stacks import is_user_code, main_thread_frames, place_in, seen_frame
 
 _MOST_BYTES = 1 << 16
 # Longer stacks are those of a recursion.
@@ -63,8 +61,8 @@ class LastSeenFile:
 
 def open_last_seen(pid: int) -> int | None:
     """Opens the file of another process of this user on this host; None if it has none."""
-    for link, target in open_files(pid):
-        if name_in_memory(target) == _name(pid):
+    for link, name in files_in_memory(pid):
+        if name == _name(pid):
             with suppress(OSError):  # closed meanwhile
                 # The number may have become that of a pipe.
                 file = os.open(link, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -94,13 +92,12 @@ def _name(pid: int) -> str:
 def _user_frames() -> tuple[Frame, ...]:
     """The user's frames below the Trainer, outermost first; without their source, as reading that may take long."""
     found: list[Frame] = []
-    innermost = sys._current_frames().get(training_thread().ident or 0)
-    for depth, (frame, line) in enumerate(traceback.walk_stack(innermost)):
+    for depth, frame in enumerate(main_thread_frames()):
         code = frame.f_code
         if depth == _MOST_FRAMES or TRAINER_RUN.has(code.co_filename, code.co_name):
             break
         if is_user_code(code.co_filename):
-            found.append(seen_frame(*place_in(frame, line)))
+            found.append(seen_frame(*place_in(frame, frame.f_lineno)))
     return tuple(reversed(found))
 
 

@@ -86,7 +86,7 @@ def look_at_main_thread(pid: int | None = None, proc: Path = _PROC, *, thread: i
     # The main thread has the process's id.
     number = str(os.getpid() if pid is None else pid)
     folder = proc / number / "task" / (number if thread is None else str(thread))
-    fields = _stat(folder)
+    fields = stat_fields(folder)
     ran_s, queued_s = _turns_s(folder)
     return ThreadLook(
         state=_STATES.get(fields[_STATE_FIELD], "") if fields else "",
@@ -122,7 +122,7 @@ def started_at(pid: int) -> int | None:
 
     With its id, this identifies a process. Unlike wall-clock time, it cannot be set.
     """
-    return or_none(lambda: int(_stat(_PROC / str(pid))[_STARTED_FIELD]))
+    return or_none(lambda: int(stat_fields(_PROC / str(pid))[_STARTED_FIELD]))
 
 
 def thread_ran_s(thread_id: int) -> float:
@@ -148,7 +148,7 @@ def another_thread_runs(pid: int, before: Mapping[str, float], proc: Path = _PRO
     now = other_threads_ran_s(pid, proc)
     if any(ran_s - before.get(thread, 0.0) > _WORKS_S for thread, ran_s in now.items()):
         return True
-    states = (_stat(proc / str(pid) / "task" / thread) for thread in now)
+    states = (stat_fields(proc / str(pid) / "task" / thread) for thread in now)
     return any(_STATES.get(fields[_STATE_FIELD]) == _RUNNING for fields in states if fields)
 
 
@@ -214,7 +214,7 @@ def wait_channel(folder: Path) -> str:
 
 
 def _slept_s(folder: Path, proc: Path) -> float:
-    fields = _stat(folder)
+    fields = stat_fields(folder)
     own = os.sched_getaffinity(0)
     # Every core has its own clock, which leaves out the time of hypervisors and interrupts: both times have to be
     # those of the core on which the thread ran last.
@@ -227,7 +227,9 @@ def _slept_s(folder: Path, proc: Path) -> float:
         os.sched_setaffinity(0, own)
 
 
-def _stat(folder: Path) -> list[str]:
+def stat_fields(folder: Path) -> list[str]:
+    """The fields of a process or thread from the third, its state, on; none if there is no such process."""
+    # The name, before these, may contain anything.
     return file_text(folder / "stat").rpartition(")")[2].split()
 
 

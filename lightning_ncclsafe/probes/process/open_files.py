@@ -19,6 +19,11 @@ def open_files(pid: int, proc: Path = PROC) -> Iterator[tuple[Path, str]]:
             yield folder / number, os.readlink(folder / number)
 
 
+def files_in_memory(pid: int) -> Iterator[tuple[Path, str]]:
+    """The link in ``/proc`` and the name of each file in memory that a process of this user has open."""
+    return ((link, name) for link, target in open_files(pid) if (name := name_in_memory(target)))
+
+
 def name_in_memory(target: str) -> str:
     """The name of a file in memory, by the target of a link to it; empty for other files."""
     # The kernel calls each of these files deleted.

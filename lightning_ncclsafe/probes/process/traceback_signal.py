@@ -44,7 +44,7 @@ from lightning_ncclsafe.code.marks import Mark, marked
 from lightning_ncclsafe.facts import COLLECTOR, Frame, codec
 from lightning_ncclsafe.probes.process.crash_file import leave_crashes, take_crashes
 from lightning_ncclsafe.probes.process.main_thread import ThreadLook, look_at_main_thread
-from lightning_ncclsafe.probes.process.open_files import name_in_memory, open_files
+from lightning_ncclsafe.probes.process.open_files import files_in_memory
 from lightning_ncclsafe.probes.process.stacks import exception_facts, seen_frame
 
 # What faulthandler writes above the frames of a thread that collects garbage.
@@ -225,8 +225,8 @@ def _number(text: str | None) -> int:
 
 def armed_in(pid: int) -> Armed | None:
     """How another process of this user on this host is asked, by its open files; None if it is not armed."""
-    for link, target in open_files(pid):
-        found = _PARTS.fullmatch(name_in_memory(target))
+    for link, name in files_in_memory(pid):
+        found = _PARTS.fullmatch(name)
         with suppress(OSError):  # closed meanwhile
             # It may have that of its parent, too, and those of its peers open to read.
             if found and int(found[1]) == pid and link.lstat().st_mode & stat.S_IWUSR:

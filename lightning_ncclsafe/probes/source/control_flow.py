@@ -5,7 +5,6 @@ It parses the source and executes nothing.
 
 import ast
 import itertools
-import linecache
 from collections.abc import Iterator
 from contextlib import suppress
 from copy import copy
@@ -28,9 +27,11 @@ from lightning_ncclsafe.probes.source.syntax import (
     LOOPS,
     TRY_STATEMENTS,
     first_line,
+    inside,
     last_line,
     name_of,
     parsed,
+    source_text,
     statements_in,
 )
 
@@ -84,7 +85,7 @@ class _Arm(NamedTuple):
 @lru_cache(maxsize=64)
 def control_flow(file: str) -> "ControlFlow":
     """How control flows in a source file, which is read; nothing is known of one that cannot be."""
-    return ControlFlow("".join(linecache.getlines(file)), file)
+    return ControlFlow(source_text(file), file)
 
 
 class ControlFlow:
@@ -229,7 +230,7 @@ class ControlFlow:
 
     def _in_expression(self, whole: ast.AST) -> Iterator[Branch]:
         """The branches of an expression: conditional expressions and comprehensions."""
-        for node in _inside(whole):
+        for node in inside(whole):
             if isinstance(node, (ast.IfExp, ast.BoolOp)):
                 yield from self._in_condition(node, whole)
             elif isinstance(node, COMPREHENSIONS) and _calls(node) and not _is_counted(node.generators[0].iter):
@@ -343,15 +344,7 @@ def _is_constant(value: ast.expr) -> bool:
 
 
 def _calls(node: ast.AST) -> list[ast.Call]:
-    return [inner for inner in _inside(node) if isinstance(inner, ast.Call)]
-
-
-def _inside(node: ast.AST) -> Iterator[ast.AST]:
-    """A node and all nodes in it, except in lambdas, which are only defined there."""
-    yield node
-    for child in ast.iter_child_nodes(node):
-        if not isinstance(child, ast.Lambda):
-            yield from _inside(child)
+    return [inner for inner in inside(node) if isinstance(inner, ast.Call)]
 
 
 def _is_within(block: _Block, line: int) -> bool:

@@ -76,9 +76,31 @@ def nodes_in(block: Iterable[ast.AST]) -> Iterator[ast.AST]:
             left += [*ast.iter_child_nodes(node)][::-1]
 
 
+def inside(node: ast.AST) -> Iterator[ast.AST]:
+    """A node and all nodes in it, except in lambdas, which are only defined there."""
+    yield node
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, ast.Lambda):
+            yield from inside(child)
+
+
 def name_of(node: ast.expr) -> str:
     """The name of a variable or attribute; empty for any other expression."""
     return getattr(node, "attr", "") or getattr(node, "id", "")
+
+
+def argument_of(call: ast.Call, *names: str, position: int = -1) -> ast.expr | None:
+    """What a call gives to a parameter; None if it does not show.
+
+    Args:
+        call: The call.
+        names: Names of the parameter.
+        position: Its position among the arguments; -1 if it is always named.
+    """
+    named = next((one.value for one in call.keywords if one.arg in names), None)
+    if named is not None or any(isinstance(one, ast.Starred) for one in call.args):
+        return named
+    return call.args[position] if 0 <= position < len(call.args) else None
 
 
 def is_of_self(node: ast.AST | None) -> TypeGuard[ast.Attribute]:

@@ -18,25 +18,25 @@ _OTHER_STAGES = ("test", "predict")
 _LOOPS = ("fit_loop.epoch_loop", "fit_loop.epoch_loop.val_loop", "validate_loop", "test_loop")
 
 
-def logged(trainer: Any, module: Any) -> Iterator[LoggedKey]:
+def logged(trainer: Any) -> Iterator[LoggedKey]:
     """Keys that all ranks reduce together, with the line that logs each."""
     for metric in itertools.islice(filter(_is_reduced, _results(trainer)), _MOST_KEYS):
         meta = metric.meta
         name, hook = str(meta.name), str(meta.fx)
-        scope, line = _call_that_logs(name, trainer, module, hook)
+        scope, line = _call_that_logs(name, trainer, hook)
         condition = scope.rank_condition(line) if line else ""
         states = tuple(map(str, getattr(getattr(metric, "value", None), "metric_state", ())))
         yield LoggedKey(name=name, hook=hook, place=scope.place(line), rank_condition=condition, states=states)
 
 
-def unlogged(trainer: Any, module: Any) -> Iterator[LoggedKey]:
+def unlogged(trainer: Any) -> Iterator[LoggedKey]:
     """Keys that the user's functions log with ``sync_dist=True``, but have not logged so far on this rank.
 
     Those of a test or a prediction count only while there is one.
     """
     logged = {str(metric.meta.name) for metric in _results(trainer)}
     stage = str(getattr(getattr(trainer, "state", None), "fn", ""))
-    for scope in scopes_in([module, *trainer_callbacks(trainer)]):
+    for scope in scopes_in(users_of(trainer)):
         if any(other in scope.name and other not in stage for other in _OTHER_STAGES):
             continue
         for key, line in _reduced_keys(scope):
@@ -64,13 +64,14 @@ def _is_gathered_by_entry(metric: Any, state: Any) -> bool:
     return isinstance(defaults.get(state), list) and reductions.get(state, "") is None
 
 
-def _call_that_logs(name: str, trainer: Any, module: Any, hook: str) -> tuple[Scope, int]:
+def _call_that_logs(name: str, trainer: Any, hook: str) -> tuple[Scope, int]:
     """First the hook itself, of the module and of callbacks, then other methods, which it may have called.
 
     If none has the key as a literal, the only call in these hooks, or else in these methods, with a computed key.
     """
-    hooks = [scope_of(getattr(type(owner), hook, None)) for owner in (module, *trainer_callbacks(trainer))]
-    methods = [*scopes_in([module])]
+    users = users_of(trainer)
+    hooks = [scope_of(getattr(type(owner), hook, None)) for owner in users]
+    methods = [*scopes_in(users[:1])]
     for scope in (*hooks, *methods):
         if line := _line_that_logs(scope, name):
             return scope, line
@@ -127,21 +128,21 @@ def _may_be(name: ast.expr | None, key: str) -> bool:
     return not isinstance(name, ast.Constant)
 
 
-def monitored(trainer: Any, module: Any) -> Iterator[LoggedKey]:
+def monitored(trainer: Any) -> Iterator[LoggedKey]:
     """Keys that callbacks monitor; a key that is logged per step and per epoch has two more names."""
-    monitors = {getattr(callback, "monitor", None) for callback in trainer_callbacks(trainer)} - {None}
+    monitors = {getattr(callback, "monitor", None) for callback in users_of(trainer)[1:]} - {None}
     for metric in _results(trainer) if monitors else ():
         name = str(metric.meta.name)
         if not monitors.isdisjoint((name, f"{name}_step", f"{name}_epoch")):
-            scope, line = _call_that_logs(name, trainer, module, str(metric.meta.fx))
+            scope, line = _call_that_logs(name, trainer, str(metric.meta.fx))
             yield LoggedKey(name=name, hook=str(metric.meta.fx), place=scope.place(line))
 
 
-def unmonitored(trainer: Any, module: Any) -> Iterator[LoggedKey]:
+def unmonitored(trainer: Any) -> Iterator[LoggedKey]:
     """Keys that callbacks monitor and that the user's source logs, but has not logged so far on this rank."""
     known = {f"{metric.meta.name}{when}" for metric in _results(trainer) for when in ("", "_step", "_epoch")}
-    monitors = dict.fromkeys(getattr(callback, "monitor", None) for callback in trainer_callbacks(trainer))
-    scopes = [*scopes_in([module, *trainer_callbacks(trainer)])]
+    monitors = dict.fromkeys(getattr(callback, "monitor", None) for callback in users_of(trainer)[1:])
+    scopes = [*scopes_in(users_of(trainer))]
     for name in monitors:
         found = ((scope, line) for scope in scopes if (line := _line_that_logs(scope, str(name))))
         scope, line = next(found, (None, 0))
@@ -170,6 +171,6 @@ def reduced_key() -> str:
     return next((str(meta.name) for meta in metas if meta is not None), "")
 
 
-def trainer_callbacks(trainer: Any) -> list[Any]:
-    """All callbacks of a Trainer, which may not be initialised yet."""
-    return [*getattr(trainer, "callbacks", ())]
+def users_of(trainer: Any) -> list[Any]:
+    """The module of a Trainer and all its callbacks; the Trainer may not be initialised yet."""
+    return [getattr(trainer, "lightning_module", None), *getattr(trainer, "callbacks", ())]

@@ -24,7 +24,8 @@ from lightning_ncclsafe.probes.source.scopes import (
     scopes_in,
     scopes_of,
 )
-from lightning_ncclsafe.probes.source.syntax import LOOPS, is_constant, last_line, name_of, source_text
+from lightning_ncclsafe.probes.source.syntax import LOOPS, argument_of, is_constant, last_line, name_of, source_text
+from lightning_ncclsafe.probes.trainer.logged_keys import users_of
 
 # All ranks wait while one reads the source.
 _MOST_FILES = 8
@@ -113,7 +114,7 @@ class _Search:
         self._attributes = {attribute: name for name, others in SET_BY.items() for attribute in others}
         files = dict.fromkeys(scope.file for scope in self._entered)
         words = frozenset({*self._settings, *self._attributes, _SCHEDULER})
-        users = [getattr(trainer, "lightning_module", None), *getattr(trainer, "callbacks", ())]
+        users = users_of(trainer)
         theirs = dict.fromkeys(scope.file for scope in scopes_in(users))
         files |= dict.fromkeys(file for file in theirs if _mentions(file, words))
         self._scopes = [scope for file in itertools.islice(files, _MOST_FILES) for scope in scopes_of(file)]
@@ -182,7 +183,7 @@ class _Search:
             yield from found or [scope.place(line)]
             return
         for caller, call in self._calls_of(scope) if depth < _MOST_CALLERS else ():
-            given = _argument(call, scope, parameter)
+            given = argument_of(call, parameter, position=scope.parameters.index(parameter) - _is_method(scope))
             if given is not None and not _is_literal(given):
                 yield from self._origins(caller, given, given.lineno, depth + 1)
 
@@ -275,15 +276,6 @@ def _assignments(scope: Scope, names: set[str]) -> Iterator[AttributeSet]:
 def _is_of_trainer(owner: ast.expr) -> bool:
     text = ast.unparse(owner).lower()
     return "trainer" in text or "loop" in text or "epoch_progress" in text
-
-
-def _argument(call: ast.Call, scope: Scope, parameter: str) -> ast.expr | None:
-    """What a call gives to a parameter of the function; None if it does not show."""
-    named = next((one.value for one in call.keywords if one.arg == parameter), None)
-    if named is not None or any(isinstance(one, ast.Starred) for one in call.args):
-        return named
-    position = scope.parameters.index(parameter) - _is_method(scope)
-    return call.args[position] if 0 <= position < len(call.args) else None
 
 
 def _is_call_of(call: ast.Call, scope: Scope) -> bool:

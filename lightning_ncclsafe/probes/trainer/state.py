@@ -13,6 +13,7 @@ from lightning_ncclsafe.probes.data.ends_at import data_line
 from lightning_ncclsafe.probes.host.resources import filesystem_of
 from lightning_ncclsafe.probes.process.stacks import training_thread
 from lightning_ncclsafe.probes.source.scopes import Scope, attributes_set, first_places, scopes_in, scopes_of
+from lightning_ncclsafe.probes.trainer.logged_keys import users_of
 from lightning_ncclsafe.probes.trainer.setting_lines import SET_BY, setting_lines
 
 # Values of Lightning's RunningStage.
@@ -327,7 +328,7 @@ def _ending_lines(trainer: Any, end: LoopEnd, changed: Iterable[str]) -> Iterato
     if attributes:
         yield from _lines_that_set(trainer, attributes)
     elif end is LoopEnd.UNKNOWN:
-        for scope in scopes_in([trainer.lightning_module, *trainer.callbacks]):
+        for scope in scopes_in(users_of(trainer)):
             yield from map(scope.place, sorted(_lines_that_may_end_iteration(scope)))
 
 
@@ -348,7 +349,7 @@ def _lines_that_may_end_iteration(scope: Scope) -> Iterator[int]:
 
 
 def _lines_that_set(trainer: Any, attributes: Iterable[str]) -> Iterator[str]:
-    scopes, names = [*scopes_in([trainer.lightning_module, *trainer.callbacks])], {*attributes}
+    scopes, names = [*scopes_in(users_of(trainer))], {*attributes}
     found = [line for scope in scopes for line in scope.sets(names)]
     files = dict.fromkeys(scope.file for scope in scopes)
     yield from found or (line for file in files for line in _lines_in_file_that_set(file, names))

@@ -147,7 +147,7 @@ class StepRecord:
         differing = gradients.of_other_size(error, module)
         frozen = self._frozen(module)
         makes_group = any(True for _ in main_thread_frames(GROUP_CREATION))
-        users = self._users()
+        users = logged_keys.users_of(self._trainer)
         step = scope_of(getattr(type(module), "training_step", None))
         return StepFacts(
             **passes,
@@ -167,10 +167,10 @@ class StepRecord:
             other_size_at=gradients.made_at(module, differing) if differing else "",
             frozen=tuple(frozen[:_MOST_NAMES]),
             frozen_at=gradients.frozen_at(users) if frozen else (),
-            logged=tuple(logged_keys.logged(self._trainer, module)),
-            unlogged=tuple(itertools.islice(logged_keys.unlogged(self._trainer, module), MOST_PLACES)),
-            monitored=tuple(logged_keys.monitored(self._trainer, module)),
-            unmonitored=tuple(logged_keys.unmonitored(self._trainer, module)),
+            logged=tuple(logged_keys.logged(self._trainer)),
+            unlogged=tuple(itertools.islice(logged_keys.unlogged(self._trainer), MOST_PLACES)),
+            monitored=tuple(logged_keys.monitored(self._trainer)),
+            unmonitored=tuple(logged_keys.unmonitored(self._trainer)),
             metrics=tuple(itertools.islice(logged_keys.metrics(module), _MOST_METRICS)),
             reducing=logged_keys.reduced_key(),
             peer=_peer(),
@@ -184,15 +184,11 @@ class StepRecord:
     def timeouts_at(self) -> tuple[TimeoutLine, ...]:
         """The lines that give a group, the store or a barrier a timeout, by a search in the user's source."""
         others = (getattr(self._trainer, name, None) for name in ("datamodule", "strategy"))
-        return timeout_lines([*self._users(), *others])
+        return timeout_lines([*logged_keys.users_of(self._trainer), *others])
 
     def new_groups_at(self) -> tuple[str, ...]:
         """The calls of ``new_group`` that all ranks have to make; none while there is only the default group."""
-        return _new_groups_of_all(self._users()) if process_groups.groups_made() > 1 else ()
-
-    def _users(self) -> list[Any]:
-        module = getattr(self._trainer, "lightning_module", None)
-        return [module, *logged_keys.trainer_callbacks(self._trainer)]
+        return _new_groups_of_all(logged_keys.users_of(self._trainer)) if process_groups.groups_made() > 1 else ()
 
     def _skipped_until(self, pending: int, error: str) -> tuple[int, Batch]:
         """The number of batches without a backward pass, and the last of them; the current batch is still unknown."""
