@@ -24,6 +24,7 @@ from judged import first
 
 from lightning_ncclsafe.facts import (
     AwaitedThread,
+    Branch,
     CaughtException,
     EndedProcess,
     Frame,
@@ -33,7 +34,7 @@ from lightning_ncclsafe.facts import (
     RankFacts,
     ThreadLockFacts,
 )
-from lightning_ncclsafe.facts.findings import Confidence
+from lightning_ncclsafe.facts.findings import Confidence, Finding
 from lightning_ncclsafe.rules.judging import judge
 
 NO_FACES = CaughtException(
@@ -54,6 +55,37 @@ def rank_that_skipped(net: Backend, *, handled: bool = False, caught: tuple[Caug
     line = HANDLED if handled else user("average", 44)
     inside = net.rank(0, line, ALL_REDUCE, seq=61, outstanding=1, sizes=((5,),), action=TRAINING_STEP, world=2)
     return job(inside, replace(net.waiting(1, seq=61, world=2), caught=caught), world=2)
+
+
+OUT_OF_MEMORY = CaughtException(
+    type="OutOfMemoryError",
+    message="CUDA out of memory. Tried to allocate 3.81 GiB.",
+    stack=(replace(user("training_step", 50), handler="except RuntimeError:  (line 52)"), user("similarity", 31)),
+    ago_s=24.0,
+)
+
+
+def test_a_rank_that_continues_without_memory() -> None:
+    finding = first(rank_that_skipped(GLOO, caught=(OUT_OF_MEMORY,)))
+    assert (finding.rule, finding.ranks, finding.confidence) == ("gpu-memory-exhausted", (1,), Confidence.LIKELY)
+    assert finding.location.endswith("train.py:31 in similarity")
+    assert finding.summary.startswith(
+        "Rank 1 has run out of memory on its GPU: it caught OutOfMemoryError: CUDA out of memory. Tried to allocate "
+        "3.81 GiB at train.py:31 in similarity, by `except RuntimeError:` (line 52), and continued, while the others "
+        "have not. Rank 0 called all_reduce"
+    )
+    assert finding.summary.count("OutOfMemoryError") == 1
+    within = Branch(line=50, test="except RuntimeError:  (line 52)", on="exception", handled_at="b.py:9 in retried")
+    outer, inner = OUT_OF_MEMORY.stack
+    known = replace(OUT_OF_MEMORY, stack=(replace(outer, branches=(within,)), inner))
+    assert first(rank_that_skipped(GLOO, caught=(known,))).location == "b.py:9 in retried"
+
+
+@pytest.mark.parametrize(
+    "caught", [replace(OUT_OF_MEMORY, ago_s=50.0), replace(OUT_OF_MEMORY, count=9), NO_FACES], ids=str
+)
+def test_a_lack_of_memory_that_is_over_explains_nothing(caught: CaughtException) -> None:
+    assert first(rank_that_skipped(GLOO, caught=(caught,))).rule == "diverged-collectives"
 
 
 @pytest.mark.parametrize("net", [GLOO, NCCL])
@@ -201,6 +233,46 @@ def test_a_pool_that_has_replaced_its_worker(condition: str) -> None:
     assert any(
         "25 s ago; its parent has collected it, and may have replaced it" in item.text for item in finding.evidence
     )
+
+
+POOL_GET, POOL_WORKER = replace(POOL, line=774, function="get"), replace(POOL, line=114, function="worker")
+TASK = Frame(file="/usr/lib/python3.12/multiprocessing/queues.py", line=386, function="get")
+RESULT = replace(TASK, line=394, function="put")
+MAPSTAR = replace(POOL, line=48, function="mapstar")
+
+
+def pool_whose_processes(*stacks: tuple[Frame, ...]) -> list[Finding]:
+    """Rank 0 waits for the result of a pool, whose processes are where the stacks say."""
+    culprit = GLOO.working(0, user("score", 20), POOL_GET, POOL, CONDITION, CONDITION, seq=60)
+    workers = tuple(replace(process(-1, "sleeping"), pid=70 + index, stack=it) for index, it in enumerate(stacks))
+    return [*judge(behind(replace(culprit, workers=workers))).findings]
+
+
+def test_a_pool_that_has_lost_a_task() -> None:
+    """It has replaced a process that lived too briefly to be seen, and nobody has its task."""
+    finding = pool_whose_processes((POOL_WORKER, TASK), (user("<module>", 1), POOL_WORKER, TASK, CONDITION))[0]
+    assert (finding.rule, finding.ranks, finding.confidence) == ("worker-died", (0,), Confidence.LIKELY)
+    assert "Rank 0 waits for a result of its process pool, in which all 2 processes wait for a task" in finding.summary
+    assert finding.location.endswith("train.py:20 in score")
+    assert finding.remedy.endswith("where multiprocessing.Pool waits forever.")
+
+
+@pytest.mark.parametrize(
+    "stack",
+    [
+        (POOL_WORKER, MAPSTAR, user("reward", 9)),
+        (POOL_WORKER, MAPSTAR),
+        (POOL_WORKER, RESULT),
+        # Unknown.
+        (),
+    ],
+)
+def test_a_pool_that_works_has_lost_nothing(stack: tuple[Frame, ...]) -> None:
+    assert "worker-died" not in {finding.rule for finding in pool_whose_processes((POOL_WORKER, TASK), stack)}
+
+
+def test_other_children_are_no_pool() -> None:
+    assert "worker-died" not in {finding.rule for finding in pool_whose_processes((user("serve", 3), TASK))}
 
 
 def test_an_exception_that_has_ended_a_rank_is_reported_first() -> None:

@@ -4,16 +4,22 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator
 
-from lightning_ncclsafe.facts import RankFacts
+from lightning_ncclsafe.facts import CaughtException, ExceptionFacts, RankFacts
 from lightning_ncclsafe.rules.kit import (
     Confidence,
+    Divergence,
     Evidence,
     Finding,
     Severity,
     Timeline,
     at_words,
     batch_words,
+    branch_place,
+    calls_words,
+    capitalised,
     clause,
+    condition_words,
+    error_words,
     exception_evidence,
     exception_place,
     finding,
@@ -21,8 +27,10 @@ from lightning_ncclsafe.rules.kit import (
     hang_rule,
     how_we_know,
     is_garbled,
+    just_caught,
     location_of,
     message_of,
+    raised_at,
     size_words,
     unless_caught,
     verb,
@@ -41,6 +49,11 @@ _RUN_OUT = {
 }
 # "Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB of which 1.20 GiB is free."
 _AMOUNTS = re.compile(r"Tried to allocate (?P<wanted>[\d.]+ \w+).*?of which (?P<free>[\d.]+ \w+) is free", re.DOTALL)
+_REMEDY_SWALLOWED = (
+    "A rank that continues after this exception leaves out collectives that the others call. Let all ranks agree on it "
+    "first (reduce a flag on all ranks, in every batch), or let the exception end the run; and use less memory: a "
+    "smaller batch, a limit on the longest sample."
+)
 _LISTED = 8
 # If every rank of a large job raises at a different line, one of the first explains the others.
 _MOST = 16
@@ -85,6 +98,8 @@ def gpu_memory_exhausted(view: Timeline) -> Iterator[Finding]:
         alike[place, _confidence(facts)].append(rank)
     for (_, confidence), ranks in [*alike.items()][:_MOST]:
         yield _raised(view, tuple(ranks), confidence)
+    if (split := view.any_divergence) is not None:
+        yield from _swallowed(view, split)
     for rank in view.working(view.stragglers):
         if _is_full(view, rank):
             yield _full(view, rank)
@@ -92,9 +107,11 @@ def gpu_memory_exhausted(view: Timeline) -> Iterator[Finding]:
 
 def _is_out_of_memory(facts: RankFacts) -> bool:
     exception = facts.exception
-    if exception is None or is_garbled(exception):
-        return False
-    return exception.type == "OutOfMemoryError" or bool(_OUT.search(exception.message))
+    return exception is not None and not is_garbled(exception) and _is_lack(exception)
+
+
+def _is_lack(error: ExceptionFacts | CaughtException) -> bool:
+    return error.type == "OutOfMemoryError" or bool(_OUT.search(error.message))
 
 
 def _is_end_of(cut: RankFacts, other: RankFacts) -> bool:
@@ -131,6 +148,36 @@ def _raised(view: Timeline, ranks: tuple[int, ...], confidence: Confidence) -> F
             *(item for rank in ranks[:_LISTED] for item in exception_evidence(view.facts[rank])),
             *_evidence(view),
         ),
+    )
+
+
+def _swallowed(view: Timeline, split: Divergence) -> Iterator[Finding]:
+    """Ranks that have caught the exception and continued, and have made other calls than the rest since then."""
+    for rank in (rank for rank in split.calls if rank in view.facts):
+        for error in [*filter(_is_lack, just_caught(view, rank))][:1]:
+            yield _continued(view, rank, error, split)
+
+
+def _continued(view: Timeline, rank: int, error: CaughtException, split: Divergence) -> Finding:
+    frame = next((frame for frame in reversed(error.stack) if frame.user and frame.handler), None)
+    handlers = (branch for branch in frame.branches if branch.on == "exception") if frame is not None else ()
+    handler = next(iter(handlers), None)
+    by = f", by {condition_words(frame.handler)}" if frame is not None else ""
+    place = branch_place(frame, handler) if frame is not None and handler is not None else location_of(raised_at(error))
+    at = at_words(raised_at(error))
+    text = (
+        f"Rank {rank} has run out of memory on its GPU: it caught {error_words(error)}{at}{by}, "
+        f"and continued, while the others have not. {capitalised(calls_words(view, split))}."
+    )
+    return finding(
+        view,
+        (rank,),
+        text,
+        severity=Severity.ERROR,
+        confidence=Confidence.LIKELY,
+        location=place,
+        evidence=(*_evidence(view), *how_we_know(view, (rank,))),
+        remedy=_REMEDY_SWALLOWED,
     )
 
 

@@ -1,10 +1,18 @@
 """The cause worker-died: a process that works for a rank was killed or failed, and the rank waits for it."""
 
+import itertools
 import re
 from collections import defaultdict
 from collections.abc import Iterator
 
-from lightning_ncclsafe.code.libraries import DATALOADER, HANDING_OVER, WAITS_FOR_PROCESSES
+from lightning_ncclsafe.code.libraries import (
+    DATALOADER,
+    HANDING_OVER,
+    POOL_PROCESS,
+    POOL_RESULT,
+    POOL_TASK,
+    WAITS_FOR_PROCESSES,
+)
 from lightning_ncclsafe.facts import EndedProcess, RankFacts
 from lightning_ncclsafe.rules.kit import (
     Confidence,
@@ -71,6 +79,11 @@ _REMEDY_ENDED = (
     "Find out what ended the job, rather than looking at its workers."
 )
 
+_REMEDY_POOL = (
+    "concurrent.futures.ProcessPoolExecutor raises BrokenProcessPool if one of its processes ends, where "
+    "multiprocessing.Pool waits forever."
+)
+
 # For about this long, batches come that were made before a worker ended.
 _PREFETCHED_S = 60.0
 
@@ -102,8 +115,8 @@ def worker_died(view: Timeline) -> Iterator[Finding]:
 
     Cannot see:
         What killed it, beyond the signal and the kernel's counter; the line at which a worker crashed that was spawned;
-        a worker that lived for less than a second before a pool replaced it, or, before Linux 5.3, any that was
-        replaced.
+        how a worker ended that lived for less than a second before a pool replaced it, or, before Linux 5.3, any that
+        was replaced.
     """
     alike: dict[tuple[str, Confidence], dict[int, str]] = defaultdict(dict)
     for rank in view.raised:
@@ -121,6 +134,8 @@ def worker_died(view: Timeline) -> Iterator[Finding]:
         facts = view.facts[rank]
         if facts.machine.ended and (view.activities[rank].waits_for_data or _waits_for_a_process(facts)):
             yield _waits_in_vain(view, rank)
+        elif processes := _idle_pool(facts):
+            yield _lost_task(view, rank, processes)
 
 
 def _worker_message(facts: RankFacts) -> re.Match[str] | None:
@@ -234,6 +249,38 @@ def _waits_in_vain(view: Timeline, rank: int) -> Finding:
         ),
         remedy=_remedy(facts, chosen.signal) if chosen.exit_code is None else _REMEDY_EXITED,
     )
+
+
+def _idle_pool(facts: RankFacts) -> tuple[int, ...]:
+    """The processes of the pool for whose result a rank waits, if all of them wait for a task; empty otherwise.
+
+    A pool of multiprocessing replaces a process that has ended, and forgets the task that it had.
+    """
+    if not is_in(POOL_RESULT, below_user(facts.stack)) or not all(worker.stack for worker in facts.workers):
+        return ()
+    of_pool = [worker for worker in facts.workers if is_in(POOL_PROCESS, worker.stack)]
+    idle = (
+        worker.pid
+        for worker in of_pool
+        if any(
+            POOL_PROCESS.has(frame.file, frame.function) and POOL_TASK.has(called.file, called.function)
+            for frame, called in itertools.pairwise(worker.stack)
+        )
+    )
+    pids = tuple(idle)
+    return pids if len(pids) == len(of_pool) else ()
+
+
+def _lost_task(view: Timeline, rank: int, processes: tuple[int, ...]) -> Finding:
+    listed = f"process {processes[0]} waits" if len(processes) == 1 else f"all {len(processes)} processes wait"
+    text = (
+        f"Rank {rank} waits for a result of its process pool, in which {listed} for a task: the one that had this task "
+        f"has probably ended, and the pool has replaced it without it: {where_words(view, rank)}"
+        f"{while_others_wait(view, (rank,))}."
+    )
+    facts = view.facts[rank]
+    evidence = (*_evidence(facts), *how_we_know(view, (rank,)))
+    return finding(view, (rank,), text, evidence=evidence, remedy=f"{_remedy(facts, '')} {_REMEDY_POOL}")
 
 
 def _confidence(facts: RankFacts, *, is_own: bool) -> Confidence:

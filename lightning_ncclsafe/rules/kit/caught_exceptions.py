@@ -97,14 +97,15 @@ def beyond_try(view: Timeline, ranks: Iterable[int]) -> tuple[tuple[int, ...], F
 def continued_before_abort(view: Timeline) -> tuple[int, ...]:
     """Ranks that caught an exception moments before gloo aborted another rank: they may have skipped its call."""
     continued = continued_after_exception(view, sorted(view.facts)) if aborted_by_gloo(view) else ()
-    return tuple(rank for rank in continued if _has_just_caught(view, rank))
+    return tuple(rank for rank in continued if just_caught(view, rank))
 
 
-def _has_just_caught(view: Timeline, rank: int) -> bool:
-    idle_s = view.facts[rank].progress.idle_s
-    # A broken connection is a consequence of the abort.
+def just_caught(view: Timeline, rank: int) -> tuple[CaughtException, ...]:
+    """What a rank caught moments before it stopped making progress, or since, and not all the time."""
+    until_s = view.facts[rank].progress.idle_s + _MOMENTS_S
+    # A broken connection is a consequence.
     own = (error for error in caught_by(view, rank) if not (error.thread or error.is_consequence))
-    return any(error.ago_s <= idle_s + _MOMENTS_S and _is_rare(error) for error in own)
+    return tuple(error for error in own if error.ago_s <= until_s and _is_rare(error))
 
 
 def raised_at(error: CaughtException) -> Frame | None:

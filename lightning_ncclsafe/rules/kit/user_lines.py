@@ -93,7 +93,7 @@ class DecidingBranches:
         """``"file:line in function"`` of the only one; empty if there are several."""
         if len(self.branches) != 1:
             return ""
-        return _place(*self.branches[0])
+        return branch_place(*self.branches[0])
 
     @property
     def is_of_rank(self) -> bool:
@@ -130,7 +130,7 @@ class DecidingBranches:
         """All of them in one line, if there are several."""
         if len(self.branches) > 1:
             last = self.branches[-_LISTED:]
-            listed = (f"{short_place(_place(frame, branch))}: {_branch_words(branch)}" for frame, branch in last)
+            listed = (f"{short_place(branch_place(frame, branch))}: {_branch_words(branch)}" for frame, branch in last)
             text = f"What may have led around {short_location(self.at)}: {'; '.join(listed)}."
             yield Evidence(source="source code", text=text)
 
@@ -382,7 +382,8 @@ def _is_at(users: _Stack, location: str) -> bool:
     return bool(users) and location_of(users[-1]) == location
 
 
-def _place(frame: Frame, branch: Branch) -> str:
+def branch_place(frame: Frame, branch: Branch) -> str:
+    """Where it is decided whether a line is reached: ``"FILE:7 in step"``."""
     return branch.handled_at or f"{frame.file}:{branch.line} in {frame.function}"
 
 
