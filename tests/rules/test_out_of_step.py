@@ -1,6 +1,7 @@
 """Who is named where ranks wait apart from one another: by a condition, by what is called on all ranks, by counts."""
 
 from dataclasses import replace
+from typing import Any
 
 import call_scenes as scenes
 import pytest
@@ -36,10 +37,12 @@ from lightning_ncclsafe.facts import (
     Decides,
     Frame,
     JobFacts,
+    LastSeen,
     MetricFacts,
     ModelUnit,
     Phase,
     ProcessFacts,
+    Progress,
     RankFacts,
     StepFacts,
     TrainerFacts,
@@ -689,3 +692,37 @@ def test_a_rank_past_a_validation_whose_last_batch_others_are_in_had_as_many_bat
     assert first(facts).rule == "diverged-collectives"
     longer = replace(facts.ranks[0], progress=replace(facts.ranks[0].progress, batch_idx=6))
     assert first(replace(facts, ranks=(longer, *facts.ranks[1:]))).rule == "uneven-batches"
+
+
+TIMED = TrainerFacts(
+    settings={"val_check_interval": "60 s"},
+    validates_by_clock=True,
+    set_at={"val_check_interval": (f"{USER_FILE}:12 in main",)},
+)
+
+
+def aborted_beside_validation(by_clock: bool = True, seen: Phase | None = Phase.TRAIN) -> JobFacts:
+    """Ranks 1 and 2 validate; rank 0 was aborted by gloo where it was last seen."""
+    told = replace(TIMED, validates_by_clock=by_clock)
+    ranks = (
+        replace(transport_error(calls(rank, ALL_REDUCE, world=3, phase=Phase.VALIDATE, last=True)), trainer=told)
+        for rank in (1, 2)
+    )
+    last = LastSeen(progress=Progress(phase=seen, epoch=0, batch_idx=4)) if seen is not None else None
+    gone = process(0, "gone", ended_by="SIGABRT", said=WHAT, stack=(MAIN, RUN, ENGINE), last_seen=last)
+    return job(*ranks, world=3, witnessed=(gone,))
+
+
+def test_a_rank_that_gloo_aborts_as_another_validates_by_its_own_clock() -> None:
+    finding = first(aborted_beside_validation())
+    assert (finding.rule, finding.ranks, finding.confidence) == ("stopped-early", (1, 2), LIKELY)
+    assert finding.location == f"{USER_FILE}:12 in main"
+    assert finding.summary.startswith(
+        "Ranks 1-2 have begun to validate by their own clock, while rank 0 is still in batch 4 of epoch 0; gloo has "
+        "ended the process of rank 0"
+    )
+
+
+@pytest.mark.parametrize("other", [{"by_clock": False}, {"seen": None}, {"seen": Phase.VALIDATE}], ids=str)
+def test_without_clocks_or_another_loop_it_is_something_else(other: dict[str, Any]) -> None:
+    assert "stopped-early" not in rules(aborted_beside_validation(**other))

@@ -11,6 +11,7 @@ from lightning_ncclsafe.rules.kit import (
     Plan,
     Severity,
     Timeline,
+    aborted_by_gloo,
     batch_words,
     capitalised,
     clause,
@@ -82,6 +83,10 @@ def stopped_early(view: Timeline) -> Iterator[Finding]:
     Cannot see:
         Who set trainer.should_stop; loops in the user's code.
     """
+    yield from [*_aborted_by_clocks(view)] or _left(view)
+
+
+def _left(view: Timeline) -> Iterator[Finding]:
     early = out_of_data_first(view)
     trainers = view.trainers
     others = view.besides(early)
@@ -115,6 +120,36 @@ def stopped_early(view: Timeline) -> Iterator[Finding]:
         # A loader may yield fewer batches than its length.
         how = f"left an epoch of {batches} batches before its end"
         yield _finding(view, early, others, how, Confidence.POSSIBLE, _REMEDIES[LoopEnd.UNKNOWN])
+
+
+def _aborted_by_clocks(view: Timeline) -> Iterator[Finding]:
+    """Ranks validate by their own clocks, and gloo has aborted one in the other loop, as sizes differ there."""
+    last = {rank: view.witnesses[rank].last_seen for rank in aborted_by_gloo(view)}
+    gone = {rank: seen.progress for rank, seen in last.items() if seen is not None}
+    trainers = view.trainers
+    if not gone or trainers.keys() != view.facts.keys() or not all(one.validates_by_clock for one in trainers.values()):
+        return
+    progress = gone | {rank: facts.progress for rank, facts in view.facts.items()}
+    early = tuple(rank for rank, now in sorted(progress.items()) if now.phase is Phase.VALIDATE)
+    others = tuple(rank for rank, now in sorted(progress.items()) if now.phase is Phase.TRAIN)
+    if not early or not others:
+        return
+    text = (
+        f"{clause(early, 'has|have')} begun to validate by {verb(early, 'its', 'their')} own clock, while "
+        f"{clause(others, 'is|are')} still in {batch_words(progress[others[0]])}; gloo has ended the process of "
+        f"{ranks_words([*gone])}, which received what belongs to the other loop."
+    )
+    lines = {line for trainer in trainers.values() for line in trainer.set_at.get("val_check_interval", ())}
+    yield finding(
+        view,
+        early,
+        text,
+        severity=Severity.ERROR,
+        confidence=Confidence.LIKELY,
+        location=lines.pop() if len(lines) == 1 else "",
+        evidence=recorder_evidence(view),
+        remedy=_REMEDY_CLOCK,
+    )
 
 
 def _validation(
