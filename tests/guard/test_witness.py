@@ -6,7 +6,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,11 +13,11 @@ import psutil
 import pytest
 import torch.distributed as dist
 from polling import until
+from witnesses import STARTS_S, attending, witnesses
 
 from lightning_ncclsafe._torch import stores
 from lightning_ncclsafe.exchange import Exchange, MemoryExchange, SharedMemory, TcpStoreExchange
 from lightning_ncclsafe.facts import Incident, IncidentKind, ProcessFacts, codec
-from lightning_ncclsafe.guard import witness
 from lightning_ncclsafe.guard.gathering import Gathering
 from lightning_ncclsafe.guard.reporter import Verdict
 from lightning_ncclsafe.guard.shared import IncidentEntry
@@ -27,8 +26,6 @@ from lightning_ncclsafe.probes.rank_info import RankInfo, info_key
 
 SUSPECT = Verdict(incident=Incident(number=1, kind=IncidentKind.SUSPECT, opened_by=0), answer="because")
 LIMIT = Verdict(incident=Incident(number=2, kind=IncidentKind.TIMEOUT, opened_by=0), answer="because", frozen=(1,))
-# Imports of a process that is nice, on a busy machine.
-STARTS_S = 60.0
 
 
 def attended(exchange: MemoryExchange, looks: list[int]) -> Verdict | None:
@@ -75,11 +72,7 @@ class Beside:
         """Begins a call; returns the witness's process once it attends."""
         keys = stores.Address(host="127.0.0.1", port=self.store.port, prefix="job/0")
         self.witness.begin(rank=1, world_size=2, keys=keys, longest_s=longest_s)
-        found = until(lambda: next(processes(), None), within_s=STARTS_S)
-        assert found is not None
-        # It holds the rank's process.
-        assert until(lambda: "anon_inode:[pidfd]" in open_files(found), within_s=STARTS_S)
-        return found
+        return attending()
 
     def ask(self, number: int, verdict: Verdict) -> ProcessFacts:
         """What the witness says in a round, with the verdict on it."""
@@ -88,21 +81,6 @@ class Beside:
         key = f"round/{number}/witness/1"
         found = until(lambda: self.exchange.get_many([key]).get(key), within_s=STARTS_S)
         return codec.decode(ProcessFacts, found)
-
-
-def processes() -> Iterator[psutil.Process]:
-    """Witnesses beside this process."""
-    for one in psutil.process_iter():
-        with suppress(psutil.Error):
-            if one.cmdline()[1:] == ["-m", witness.__name__, str(os.getpid())]:
-                yield one
-
-
-def open_files(process: psutil.Process) -> list[str]:
-    with suppress(OSError):
-        folder = f"/proc/{process.pid}/fd"
-        return [os.readlink(f"{folder}/{name}") for name in os.listdir(folder)]
-    return []
 
 
 def has_ended(process: psutil.Process) -> Callable[[], bool]:
@@ -120,7 +98,7 @@ def beside(said: list[str]) -> Iterator[Beside]:
     yield made
     made.rank.kill()
     made.rank.wait()
-    for one in processes():
+    for one in witnesses():
         one.kill()
 
 

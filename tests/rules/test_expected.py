@@ -138,6 +138,11 @@ def paused(rank: int = 0) -> RankFacts:
 
 def test_an_announced_pause_is_asked_about_a_minute_later() -> None:
     assert announced_for_s(scene(paused())) == 60.0
+
+
+def test_all_ranks_may_have_paused() -> None:
+    assert announced_for_s(job(paused(), paused(1), world=2)) == 60.0
+    assert announced_for_s(job(paused(), GLOO.working(1, user("read", 3), seq=40), world=2)) == 0.0
     assert announced_for_s(scene(working(STEP))) == 0.0
 
 

@@ -47,7 +47,8 @@ def announced_for_s(job: JobFacts) -> float:
     if _is_alarming(job):
         return 0.0
     view = timeline(job)
-    actions = [view.facts[rank].progress.actions for rank in view.stragglers] if view.waiting else []
+    # If no rank waits for others, all of them may have paused.
+    actions = [view.facts[rank].progress.actions for rank in (view.stragglers if view.waiting else view.facts)]
     forget()
     if not actions or not all(any(action.name.startswith(PAUSE) for action in own) for own in actions):
         return 0.0

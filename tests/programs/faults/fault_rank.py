@@ -7,7 +7,7 @@ from importlib import import_module
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[2]))
-from hosts import become_one_of
+from hosts import become_one_of, wait_for_witnesses
 from training import Here, quick_patience, rank_of_environment
 from truths import all_cases
 
@@ -24,6 +24,7 @@ def main() -> None:
     os.environ["TMPDIR"] = tempfile.tempdir = str(root)
     if host := os.environ.get("HOST"):
         become_one_of(host, root)
+        wait_for_witnesses()
     # The import of the package does it; a fork of a program that had imported it before it was a rank has to.
     traceback_signal.arm_early()
     here = Here(case=case, rank=rank_of_environment(), folder=root, strategy_name=strategy_name)

@@ -15,7 +15,12 @@ import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
+
+from witnesses import attending
+
+import lightning_ncclsafe
+from lightning_ncclsafe.guard.witness import Witness
 
 LINK = "up0"
 FIRST_ADDRESS = "10.77.1.1"
@@ -58,6 +63,21 @@ def become_one_of(host: str, folder: Path) -> None:
     boot_id.write_text(f"{uuid.uuid5(uuid.NAMESPACE_DNS, name)}\n")
     checked(libc.mount(bytes(boot_id), _BOOT_ID.encode(), None, _BIND, None))
     os.environ["TMPDIR"] = tempfile.tempdir = str(of_all)
+
+
+def wait_for_witnesses() -> None:
+    """From now on, a rank that is alone on its host goes on when the process beside it attends.
+
+    Most trainings go wrong before it has imported anything, which others do not.
+    """
+    begin = Witness.begin
+
+    def begin_and_wait(self: Witness, **call: Any) -> None:
+        begin(self, **call)
+        with lightning_ncclsafe.pause():
+            attending()
+
+    Witness.begin = begin_and_wait  # type: ignore[method-assign]
 
 
 def _end_as(pid: int) -> NoReturn:
