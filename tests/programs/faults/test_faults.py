@@ -26,13 +26,16 @@ FAULTS = [
     "large_tensor_gathered_on_rank_zero-middle-3",
     "rate_found_on_rank_zero-start-2",
 ]
+# Each rank is alone on its host, and its process cannot answer.
+ON_HOSTS = "stopped_by_a_signal-middle-2 on hosts"
 HEALTHY = ["long_first_step-first-step-2", "early_stopping_on_all_ranks-epoch-end-2"]
 # Those that take long wait first.
-FIRST = [(name,) for name in HEALTHY]
+FIRST = [(name,) for name in [*HEALTHY, ON_HOSTS]]
 
 
 def run_program(warm: Warm, folder: Path, name: str) -> Outcome:
-    return run_case(warm, CASES[name])
+    case, _, where = name.partition(" ")
+    return run_case(warm, CASES[case], on_hosts=bool(where))
 
 
 def marked(names: list[str]) -> list[object]:
@@ -43,6 +46,14 @@ def marked(names: list[str]) -> list[object]:
 def test_what_is_wrong_is_named_with_its_ranks_and_its_line(case: Case, outcome: Outcome) -> None:
     start = planned(outcome.report) if outcome.report is not None else None
     score = score_fault(case, outcome.report, outcome.delay_s, start=start)
+    assert score.is_right, (score, outcome.output)
+
+
+@pytest.mark.program(ON_HOSTS)
+def test_a_rank_that_is_alone_on_its_host_is_seen_from_outside(outcome: Outcome) -> None:
+    if outcome.skipped:
+        pytest.skip(outcome.skipped)
+    score = score_fault(CASES[ON_HOSTS.partition(" ")[0]], outcome.report, outcome.delay_s)
     assert score.is_right, (score, outcome.output)
 
 

@@ -337,9 +337,7 @@ def test_a_case_that_reduces_on_cpus_is_run_again_with_gloo_beside_nccl(
     assert backends(told) == [{"nccl"}, {"cpu:gloo,cuda:nccl"}]
 
 
-def kept_of(
-    outcome: Outcome, monkeypatch: pytest.MonkeyPatch, reports: Path | None, *, on_gpu: bool = False
-) -> dict[str, Any]:
+def kept_of(outcome: Outcome, monkeypatch: pytest.MonkeyPatch, reports: Path | None, **where: bool) -> dict[str, Any]:
     """How the scoreboard has run a case with this outcome."""
     how: dict[str, Any] = {}
 
@@ -348,7 +346,7 @@ def kept_of(
         return outcome
 
     monkeypatch.setattr(scoreboard, "run_case", run)
-    chosen = scoreboard.Options(strategy="SafeFSDP", suspect_after_s=3.0, on_gpu=on_gpu, reports=reports)
+    chosen = scoreboard.Options(strategy="SafeFSDP", suspect_after_s=3.0, reports=reports, **where)
     scoreboard.judged(WARM, CASE, chosen)
     return how
 
@@ -366,13 +364,14 @@ def test_without_a_report_only_the_output_is_kept(tmp_path: Path, monkeypatch: p
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [(f"{CASE.name}.log", "no\n")]
 
 
-@pytest.mark.parametrize("on_gpu", [False, True])
+@pytest.mark.parametrize("where", [{}, {"on_gpu": True}, {"on_hosts": True}], ids=str)
 def test_cases_are_run_as_the_scoreboard_was_told(
-    on_gpu: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    where: dict[str, bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    how = kept_of(Outcome(output="no\n"), monkeypatch, None, on_gpu=on_gpu)
-    assert how == {"strategy": "SafeFSDP", "suspect_after_s": 3.0, "on_gpu": on_gpu}
+    how = kept_of(Outcome(output="no\n"), monkeypatch, None, **where)
+    usual = {"strategy": "SafeFSDP", "suspect_after_s": 3.0, "on_gpu": False, "on_hosts": False}
+    assert how == usual | where
     assert not [*tmp_path.iterdir()]
 
 

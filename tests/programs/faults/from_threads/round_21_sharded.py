@@ -514,7 +514,7 @@ class Plotted(Net):
 @sharded(
     "https://github.com/Lightning-AI/pytorch-lightning/issues/13324",
     "stopped-early",
-    ranks=None,
+    ranks=(),
     has_ranks=False,
 )
 def validation_after_a_time_that_each_rank_takes(here: Here) -> None:
