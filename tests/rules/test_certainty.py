@@ -194,3 +194,14 @@ def test_ranks_under_different_conditions_do_different_work() -> None:
         ("rank-zero-only-work", (0,), f"{USER_FILE}:30 in step"),
         ("rank-zero-only-work", (1,), f"{USER_FILE}:70 in step"),
     ]
+
+
+@pytest.mark.parametrize(("silent", "confidence"), [(0, CERTAIN), (1, CERTAIN), (2, LIKELY)])
+def test_ranks_that_do_not_answer_may_have_called_the_same_as_the_odd_one(silent: int, confidence: Confidence) -> None:
+    """Of five, three and one are known to differ in size; the others may be with either."""
+    sizes = dict.fromkeys((0, 1, 2), ((8,),)) | {3: ((9,),)}
+    line = user("training_step", 40)
+    options = {"outstanding": 1, "world": 4 + silent}
+    ranks = (GLOO.rank(rank, line, ALL_REDUCE, seq=61, sizes=size, **options) for rank, size in sizes.items())
+    found = first(job(*ranks, world=4 + silent))
+    assert (found.rule, found.ranks, found.confidence) == ("mismatched-collective", (3,), confidence)

@@ -217,7 +217,9 @@ def _finding(view: Timeline, split: Divergence, *, is_alike: bool) -> Finding:
     ranks = odd_sizes(view, split)
     confidence = Confidence.LIKELY if is_alike or _is_gloo_abort(view, overrun) else Confidence.POSSIBLE
     may_have_skipped = _has_many_sizes(view, split)
-    if is_alike and not may_have_skipped:
+    # Ranks that do not answer may have called what the named ones did.
+    unknown = len({*view.silent} - {*overrun})
+    if is_alike and not may_have_skipped and (not unknown or len(ranks) + unknown < len(split.calls) - len(ranks)):
         confidence = Confidence.CERTAIN
     gone = (
         f"Gloo ended the process of {ranks_words(overrun)}, which {verb(overrun, 'was', 'were')} sent more than "
