@@ -71,7 +71,7 @@ class CallExchanges:
         """The exchange once there is a process group: the job's store, and files if that is lost."""
         if world_size == 1:
             return MemoryExchange()
-        name = "ncclsafe" if _start is None else f"ncclsafe/{_start}"
+        name = "ncclsafe" if _start is None else stores.start_prefix(_start)
         self._name, self._number = name, str(next(_calls))
         store = TcpStoreExchange(stores.own_connection(name), prefix=f"{self._number}/")
         self._own_keys = store.published
