@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 from lightning_ncclsafe._torch import stores
 from lightning_ncclsafe.exchange import ExchangeError, TcpStoreExchange, poll_interval_s
@@ -31,6 +32,10 @@ from lightning_ncclsafe.report.terminal import say_on_stderr
 
 # What Python and the dynamic linker need, and nothing that would make it a rank of the job.
 _KEPT = ("CONDA", "HOME", "LANG", "LC_", "LD_", "PATH", "PYTHON", "RES_OPTIONS", "TMPDIR", "VIRTUAL_ENV")
+# It would not end, or end at a warning that the program knows to avoid.
+_DROPPED = ("PYTHONINSPECT", "PYTHONWARNINGS")
+# Modules of its working directory are not those of the program, and no backend of torch may take a device.
+_SET = {"PYTHONSAFEPATH": "1", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
 # A program that waits for all of its children would wait for this one, too.
 _AS_NO_CHILD = "import os, sys; os.fork() and os._exit(0); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
 # An interpreter without any import, from a slow file system.
@@ -71,29 +76,37 @@ class Witness:
     def __init__(self, say: Callable[[str], None] = say_on_stderr) -> None:
         self._say = say
         self._socket: socket.socket | None = None
-        self._is_off = False
+        # The last one is within all others.
+        self._calls: list[bytes] = []
+        # Other systems cannot send without a signal; of programs in one file, another process would be another run.
+        self._is_off = sys.platform != "linux" or hasattr(sys, "frozen")
 
-    def begin(self, *, rank: int, world_size: int, keys: stores.Address, longest_s: float) -> None:
-        """A call begins: the rank has published its info.
+    def begin(self, *, rank: int, world_size: int, keys: stores.Address, longest_s: float) -> Callable[[], None]:
+        """A call begins, maybe within another: the rank has published its info.
 
         Args:
             keys: Where the keys of the call are.
             longest_s: The longest time until the others end a run that is stuck, in seconds.
+
+        Returns:
+            What to call when the call has ended; if no other one begins soon, the process ends as well.
         """
         call = codec.encode(_Call(rank=rank, world_size=world_size, keys=keys, stays_s=longest_s + _LEAVE_S))
-        if self._is_off or self._tell(call):
-            return
-        try:
-            self._start()
-        except (OSError, subprocess.SubprocessError) as error:
-            self._is_off = True
-            why = f"no process can be started beside this rank, to see it from outside ({error})"
-            self._say(f"rank {rank}: {why}; training continues, but if this rank dies, the reason is unknown")
-        self._tell(call)
+        self._calls.append(call)
+        if not self._is_off and not self._tell(call):
+            try:
+                self._start()
+            except (OSError, ValueError, subprocess.SubprocessError) as error:
+                self._is_off = True
+                why = f"no process can be started beside this rank, to see it from outside ({error})"
+                self._say(f"rank {rank}: {why}; training continues, but if this rank dies, the reason is unknown")
+            self._tell(call)
+        return partial(self._end, call)
 
-    def end(self) -> None:
-        """The call has ended; if no other one begins soon, the process ends as well."""
-        self._tell(b"")
+    def _end(self, call: bytes) -> None:
+        with suppress(ValueError):
+            self._calls.remove(call)
+        self._tell(self._calls[-1] if self._calls else b"")
 
     def _tell(self, line: bytes) -> bool:
         """Whether the process has been told, or is too busy to listen."""
@@ -115,21 +128,36 @@ class Witness:
         return False
 
     def _start(self) -> None:
-        environ = {name: value for name, value in os.environ.items() if name.startswith(_KEPT)}
-        environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+        if not sys.executable:  # Python is embedded
+            raise FileNotFoundError("sys.executable is empty")
+        kept = {name: os.environ[name] for name in os.environ if name.startswith(_KEPT) and name not in _DROPPED}
         self._socket, other_end = socket.socketpair()
         weakref.finalize(self, self._socket.close)
         with other_end:
             subprocess.run(
                 # The last argument is for whoever lists processes.
                 [sys.executable, "-S", "-c", _AS_NO_CHILD, "-m", __name__, str(os.getpid())],
-                env=environ,
+                # Python 3.10 always looks for modules there first.
+                cwd="/",
+                env=kept | _SET | {"PYTHONPATH": _search_path()},
                 stdin=other_end.fileno(),
                 # Whoever reads the output of a rank reads it until nobody is left who could write there.
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 timeout=_STARTS_S,
             )
+
+
+def _search_path() -> str:
+    """Where this process finds modules, for one with another working directory."""
+    entries: list[object] = [*sys.path]
+    found: list[str] = []
+    for entry in entries:
+        # Python takes no notice of others, such as a Path that a program has added.
+        if isinstance(entry, str) and os.pathsep not in entry:
+            with suppress(OSError):  # relative to a working directory that is gone
+                found.append(os.path.abspath(entry))
+    return os.pathsep.join(found)
 
 
 class _Attendance:
@@ -154,14 +182,22 @@ class _Attendance:
 
     @property
     def is_over(self) -> bool:
-        """Whether the job's store is gone, or the rank's process for so long that nobody asks any more."""
-        if (
-            self._died_s is None
-            and look_at(self._info.pid, rank=self._info.rank, started=self._info.started).state in ENDED
-        ):
-            self._died_s = time.monotonic()
-        has_stayed = self._died_s is not None and time.monotonic() - self._died_s > self._call.stays_s
-        return bool(self._exchange.lost) or has_stayed
+        """Whether the job's store is gone, or the rank's process and those who may ask about it."""
+        if self._exchange.lost:
+            return True
+        if self._died_s is None:
+            seen = look_at(self._info.pid, rank=self._info.rank, started=self._info.started or None)
+            self._died_s = time.monotonic() if seen.state in ENDED else None
+        return self._died_s is not None and (
+            time.monotonic() - self._died_s > self._call.stays_s or self._is_forgotten()
+        )
+
+    def _is_forgotten(self) -> bool:
+        """Whether the next start of the job has begun, on the same store."""
+        key = info_key(self._call.rank)
+        with suppress(ExchangeError):
+            return key not in self._exchange.get_many([key])
+        return False
 
     def attend(self) -> None:
         """Takes part in the next round, if there is one."""
@@ -170,19 +206,20 @@ class _Attendance:
         entry = self._log.read()
         if entry is None:
             return
+        self._log.number += 1
         if entry.recovered_after_s is None:
             with suppress(ExchangeError):
                 self._take_part(entry.incident.kind)
-        self._log.number += 1
 
     def _take_part(self, kind: IncidentKind) -> None:
         gathering = Gathering(
             self._exchange,
-            round_number=self._log.number,
+            round_number=self._log.number - 1,
             rank=self._call.rank,
             world_size=self._call.world_size,
             peers=(self._info,),
             witness=self._peers.witness,
+            is_dropped=lambda: self._log.read() is not None,
         )
         verdict = gathering.attend()
         ends_run = verdict is not None and verdict.ends_run and kind is IncidentKind.TIMEOUT

@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -19,7 +20,7 @@ from lightning_ncclsafe._torch import stores
 from lightning_ncclsafe.exchange import Exchange, MemoryExchange, SharedMemory, TcpStoreExchange
 from lightning_ncclsafe.facts import Incident, IncidentKind, ProcessFacts, codec
 from lightning_ncclsafe.guard import witness
-from lightning_ncclsafe.guard.gathering import Gathering
+from lightning_ncclsafe.guard.gathering import ANSWER_S, Gathering
 from lightning_ncclsafe.guard.reporter import Verdict
 from lightning_ncclsafe.guard.shared import IncidentEntry
 from lightning_ncclsafe.guard.witness import Witness
@@ -31,15 +32,23 @@ LIMIT = Verdict(incident=Incident(number=2, kind=IncidentKind.TIMEOUT, opened_by
 STARTS_S = 60.0
 
 
-def attended(exchange: MemoryExchange, looks: list[int]) -> Verdict | None:
-    """Takes part in a round for rank 1, which is one of two."""
+def attended(shared: SharedMemory, looks: list[int]) -> Verdict | None:
+    """Takes part in a round for rank 1, which is one of two; the verdict comes some time later."""
 
     def look(silent: object) -> list[ProcessFacts]:
         looks.extend(peer.rank for peer in silent)  # type: ignore[attr-defined]
         return [ProcessFacts(rank=rank, pid=7, state="stopped") for rank in looks]
 
     peers = (RankInfo(rank=1, host="b", pid=7),)
-    return Gathering(exchange, round_number=3, rank=1, world_size=2, peers=peers, witness=look).attend()
+    gathering = Gathering(MemoryExchange(shared), round_number=3, rank=1, world_size=2, peers=peers, witness=look)
+    later = threading.Timer(
+        ANSWER_S + 0.5, lambda: MemoryExchange(shared).set("round/3/verdict", codec.encode(SUSPECT))
+    )
+    later.start()
+    try:
+        return gathering.attend()
+    finally:
+        later.join()
 
 
 @pytest.mark.parametrize("answers", [True, False])
@@ -48,12 +57,19 @@ def test_a_rank_is_looked_at_if_it_does_not_answer(answers: bool) -> None:
     exchange = MemoryExchange(shared)
     if answers:
         exchange.set("round/3/here/1", b"")
-    exchange.set("round/3/verdict", codec.encode(SUSPECT))
-    assert attended(exchange, looks) == SUSPECT
+    assert attended(shared, looks) == SUSPECT
     assert looks == ([] if answers else [1])
     assert ("round/3/witness/1" in shared.values) == (not answers)
     # It is no rank: the reporter waits for none but ranks, and what they have published is theirs.
     assert not exchange.get_many(["round/3/seen/1"])
+
+
+def test_a_rank_that_has_left_the_round_with_its_answer_is_not_looked_at() -> None:
+    shared, looks = SharedMemory(), list[int]()
+    MemoryExchange(shared).set("round/3/verdict", codec.encode(SUSPECT))
+    assert attended(shared, looks) == SUSPECT
+    assert not looks
+    assert "round/3/witness/1" not in shared.values
 
 
 class Beside:
@@ -70,11 +86,12 @@ class Beside:
         started = psutil.Process(self.rank.pid).create_time()
         self.exchange.set(info_key(1), codec.encode(RankInfo(rank=1, host="b", pid=self.rank.pid, started=started)))
         self.witness = Witness(said.append)
+        self.end: Callable[[], None] = lambda: None
 
-    def begin(self, longest_s: float = 600.0) -> psutil.Process:
+    def begin(self, prefix: str = "job/0", longest_s: float = 600.0) -> psutil.Process:
         """Begins a call; returns the witness's process once it attends."""
-        keys = stores.Address(host="127.0.0.1", port=self.store.port, prefix="job/0")
-        self.witness.begin(rank=1, world_size=2, keys=keys, longest_s=longest_s)
+        keys = stores.Address(host="127.0.0.1", port=self.store.port, prefix=prefix)
+        self.end = self.witness.begin(rank=1, world_size=2, keys=keys, longest_s=longest_s)
         found = until(lambda: next(processes(), None), within_s=STARTS_S)
         assert found is not None
         # It holds the rank's process.
@@ -83,10 +100,10 @@ class Beside:
 
     def ask(self, number: int, verdict: Verdict) -> ProcessFacts:
         """What the witness says in a round, with the verdict on it."""
-        self.exchange.set(f"round/{number}/verdict", codec.encode(verdict))
         self.exchange.set(f"log/{number}", codec.encode(IncidentEntry(incident=verdict.incident)))
         key = f"round/{number}/witness/1"
         found = until(lambda: self.exchange.get_many([key]).get(key), within_s=STARTS_S)
+        self.exchange.set(f"round/{number}/verdict", codec.encode(verdict))
         return codec.decode(ProcessFacts, found)
 
 
@@ -152,24 +169,27 @@ def test_a_frozen_rank_is_killed_at_the_limit(beside: Beside) -> None:
 
 def test_the_next_call_has_the_same_witness_which_ends_with_the_program(beside: Beside) -> None:
     process = beside.begin()
-    beside.witness.end()
+    beside.end()
     assert beside.begin() == process
     assert beside.ask(0, SUSPECT).state == "sleeping"
-    beside.witness.end()
+    beside.end()
+    beside.end = lambda: None
     beside.witness = Witness()
     assert until(has_ended(process), within_s=STARTS_S)
 
 
-def test_one_that_cannot_be_started_is_done_without(said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+@pytest.mark.parametrize("executable", ["/nowhere/python", "", None])
+def test_one_that_cannot_be_started_is_done_without(
+    executable: str | None, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", executable)
     one = Witness(said.append)
     keys = stores.Address(host="127.0.0.1", port=1, prefix="job/0")
     for _ in range(2):
-        one.begin(rank=1, world_size=2, keys=keys, longest_s=1.0)
-    one.end()
+        one.begin(rank=1, world_size=2, keys=keys, longest_s=1.0)()
     (line,) = said
     assert line.startswith("rank 1: no process can be started beside this rank")
-    assert "/nowhere/python" in line
+    assert (executable or "sys.executable is empty") in line
 
 
 def test_a_program_that_closes_all_descriptors_keeps_its_files(tmp_path: Path) -> None:
@@ -177,7 +197,40 @@ def test_a_program_that_closes_all_descriptors_keeps_its_files(tmp_path: Path) -
     one._socket, number = inner, inner.fileno()
     with (tmp_path / "own").open("wb") as own, other:
         os.dup2(own.fileno(), number)
-        one.end()
+        one._tell(b"")
         os.write(number, b"mine")
     assert (tmp_path / "own").read_bytes() == b"mine"
     os.close(number)
+
+
+def test_modules_of_the_working_directory_are_not_those_of_the_program(
+    beside: Beside, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "psutil.py").write_text(f"open({str(tmp_path / 'was_run')!r}, 'w')")
+    monkeypatch.chdir(tmp_path)
+    # What the program's path has besides: Python takes no notice of the first, and cannot be told the second.
+    monkeypatch.setattr(sys, "path", [*sys.path, tmp_path, f"{tmp_path}:{tmp_path}"])
+    beside.begin()
+    assert not (tmp_path / "was_run").exists()
+
+
+def test_a_call_within_a_call_ends_before_it(beside: Beside) -> None:
+    process = beside.begin()
+    outer, before = beside.end, beside.exchange
+    beside.exchange = TcpStoreExchange(dist.PrefixStore("job/1", beside.store.clone()))
+    beside.exchange.set(info_key(1), before.get_many([info_key(1)])[info_key(1)])
+    assert beside.begin("job/1") == process
+    assert beside.ask(0, SUSPECT).state == "sleeping"
+    beside.end()
+    beside.exchange = before
+    assert beside.ask(0, SUSPECT).state == "sleeping"
+    outer()
+
+
+def test_it_ends_with_the_rank_when_the_next_start_has_the_same_store(beside: Beside) -> None:
+    process = beside.begin()
+    beside.rank.kill()
+    beside.rank.wait()
+    assert beside.ask(0, SUSPECT).state == "gone"
+    beside.exchange.delete([info_key(1)])
+    assert until(has_ended(process), within_s=STARTS_S)
