@@ -13,15 +13,15 @@ import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
 from lightning_ncclsafe._torch import stores
-from lightning_ncclsafe.exchange import ExchangeError, TcpStoreExchange, poll_interval_s
+from lightning_ncclsafe.exchange import ExchangeError, TcpStoreExchange, poll_interval_s, wait_for
 from lightning_ncclsafe.facts import ENDED, IncidentKind, codec
-from lightning_ncclsafe.guard.ending import end_frozen
+from lightning_ncclsafe.guard.ending import end_frozen, goodbye_key
 from lightning_ncclsafe.guard.gathering import Gathering
 from lightning_ncclsafe.guard.shared import IncidentLog
 from lightning_ncclsafe.probes.host.resources import look_at
@@ -45,8 +45,6 @@ _POLL_S, _POLLS_PER_S = 0.25, 1000.0
 _BETWEEN_CALLS_S = 60.0
 # From when the others reach their hard limit until they have left.
 _LEAVE_S = 60.0
-# Ranks that can end themselves have written their logs and left by then; a launcher may end them with the first.
-_OTHERS_END_S = 8.0
 _STDIN = 0
 
 
@@ -186,8 +184,7 @@ class _Attendance:
         if self._exchange.lost:
             return True
         if self._died_s is None:
-            seen = look_at(self._info.pid, rank=self._info.rank, started=self._info.started or None)
-            self._died_s = time.monotonic() if seen.state in ENDED else None
+            self._died_s = time.monotonic() if self._has_ended() else None
         return self._died_s is not None and (
             time.monotonic() - self._died_s > self._call.stays_s or self._is_forgotten()
         )
@@ -222,10 +219,28 @@ class _Attendance:
             is_dropped=lambda: self._log.read() is not None,
         )
         verdict = gathering.attend()
-        ends_run = verdict is not None and verdict.ends_run and kind is IncidentKind.TIMEOUT
-        if ends_run and verdict is not None and self._call.rank in verdict.frozen:
-            time.sleep(_OTHERS_END_S)
-            end_frozen((self._info,), lambda text: None)
+        if verdict is None or not verdict.ends_run or kind is not IncidentKind.TIMEOUT:
+            return
+        if self._call.rank in verdict.frozen:
+            self._end_frozen(verdict.frozen)
+
+    def _end_frozen(self, frozen: Collection[int]) -> None:
+        # The others may still save the state of the run, and a launcher may end them with the first.
+        others = [goodbye_key(rank) for rank in range(self._call.world_size) if rank not in frozen]
+        with suppress(ExchangeError):
+            wait_for(
+                lambda: len(self._exchange.get_many(others)) == len(others),
+                deadline_s=self._call.stays_s,
+                poll_s=self.poll_s,
+                give_up=self._has_ended,
+                forgive=self._exchange,
+            )
+        # One that goes on meanwhile ends itself.
+        seen = self._peers.witness((self._info,))
+        end_frozen((self._info for facts in seen if facts.gil_held or facts.state == "stopped"), lambda text: None)
+
+    def _has_ended(self) -> bool:
+        return look_at(self._info.pid, rank=self._info.rank, started=self._info.started or None).state in ENDED
 
     def close(self) -> None:
         """Closes the connection, and what is open of the rank's process."""

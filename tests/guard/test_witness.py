@@ -20,6 +20,7 @@ from lightning_ncclsafe._torch import stores
 from lightning_ncclsafe.exchange import Exchange, MemoryExchange, SharedMemory, TcpStoreExchange
 from lightning_ncclsafe.facts import Incident, IncidentKind, ProcessFacts, codec
 from lightning_ncclsafe.guard import witness
+from lightning_ncclsafe.guard.ending import say_goodbye
 from lightning_ncclsafe.guard.gathering import ANSWER_S, Gathering
 from lightning_ncclsafe.guard.reporter import Verdict
 from lightning_ncclsafe.guard.shared import IncidentEntry
@@ -159,12 +160,27 @@ def test_how_a_rank_that_was_alone_has_ended(beside: Beside) -> None:
     assert until(has_ended(process), within_s=STARTS_S)
 
 
-def test_a_frozen_rank_is_killed_at_the_limit(beside: Beside) -> None:
+def test_a_frozen_rank_is_killed_at_the_limit_once_the_others_have_left(beside: Beside) -> None:
     beside.begin()
     beside.rank.send_signal(signal.SIGSTOP)
     assert beside.ask(0, LIMIT).state == "stopped"
     assert beside.ask(1, replace(LIMIT, ends_run=True)).state == "stopped"
+    # A launcher may end them with the first, and they may still save the state of the run.
+    with pytest.raises(subprocess.TimeoutExpired):
+        beside.rank.wait(10.0)
+    say_goodbye(beside.exchange, 0)
     assert beside.rank.wait(STARTS_S) == -signal.SIGKILL
+
+
+def test_a_rank_that_is_no_longer_frozen_is_not_killed(beside: Beside) -> None:
+    beside.begin()
+    beside.rank.send_signal(signal.SIGSTOP)
+    assert beside.ask(0, replace(LIMIT, ends_run=True)).state == "stopped"
+    beside.rank.send_signal(signal.SIGCONT)
+    say_goodbye(beside.exchange, 0)
+    # It attends the next round, so that it has made up its mind.
+    assert beside.ask(1, SUSPECT).state == "sleeping"
+    assert beside.rank.poll() is None
 
 
 def test_the_next_call_has_the_same_witness_which_ends_with_the_program(beside: Beside) -> None:
