@@ -49,7 +49,7 @@ _STDIN = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Call:
+class _AttendedCall:
     """One call of the Trainer, as its witness has to know it.
 
     Attributes:
@@ -89,7 +89,7 @@ class Witness:
         Returns:
             What to call when the call has ended; if no other one begins soon, the process ends as well.
         """
-        call = codec.encode(_Call(rank=rank, world_size=world_size, keys=keys, stays_s=longest_s + _LEAVE_S))
+        call = codec.encode(_AttendedCall(rank=rank, world_size=world_size, keys=keys, stays_s=longest_s + _LEAVE_S))
         self._calls.append(call)
         if not self._is_off and not self._tell(call):
             try:
@@ -165,7 +165,7 @@ class _Attendance:
         Exception: The store cannot be reached, or the rank has not published its info.
     """
 
-    def __init__(self, call: _Call) -> None:
+    def __init__(self, call: _AttendedCall) -> None:
         self._call = call
         self._exchange = TcpStoreExchange(stores.connection_to(call.keys))
         self._log = IncidentLog(self._exchange)
@@ -268,7 +268,7 @@ def _main() -> None:
                     attendance.close()
                 ended_s, attendance = (
                     time.monotonic(),
-                    _Attendance(codec.decode(_Call, lines[-1])) if lines[-1] else None,
+                    _Attendance(codec.decode(_AttendedCall, lines[-1])) if lines[-1] else None,
                 )
         if attendance is not None:
             attendance.attend()
