@@ -90,6 +90,13 @@ def with_prefix(prefix: str, store: Any) -> Any:
 
 # The key that NCCL's watchdogs set at an error, for the monitors of all ranks: they dump, wait eight minutes and abort.
 _ERROR_KEY = "exception_dump"
+# The keys of starts that have names; those with which ranks agree on a name have another prefix.
+_STARTS = "ncclsafe/start/"
+
+
+def start_prefix(name: str) -> str:
+    """The prefix of the keys of a start that has a name, as torchrun's agent keeps keys of earlier starts."""
+    return f"{_STARTS}{name}"
 
 
 def forget_last_start(store: Any) -> None:
@@ -103,8 +110,8 @@ def forget_last_start(store: Any) -> None:
     store.delete_key(_ERROR_KEY)
     if hasattr(store, "list_keys"):
         for key in store.list_keys():
-            # Keys of its groups, and of users of its store, such as this package.
-            if key.startswith("default_pg/"):
+            # Keys of its groups, of users of its store, and of this package, which are outside of all others.
+            if key.startswith(("default_pg/", _STARTS)):
                 store.delete_key(key)
 
 

@@ -352,13 +352,18 @@ def _write_logs(exchange: Exchange, write: Callable[[float], None], *, rank: int
 def say_goodbye(exchange: Exchange, rank: int) -> None:
     """Announces that this rank no longer needs the exchange."""
     with suppress(ExchangeError):
-        exchange.set(f"left/{rank}", b"")
+        exchange.set(goodbye_key(rank), b"")
+
+
+def goodbye_key(rank: int) -> str:
+    """The key under which a rank announces that."""
+    return f"left/{rank}"
 
 
 @marked(Mark.STORE)
 def wait_for_others(exchange: Exchange, rank: int, world_size: int) -> None:
     """Waits, at most 3 s, until the other ranks no longer need the store."""
-    others = [f"left/{other}" for other in range(world_size) if other != rank]
+    others = [goodbye_key(other) for other in range(world_size) if other != rank]
     with suppress(ExchangeError):
         # Ranks are still starting.
         poll_s = poll_interval_s(world_size)

@@ -162,21 +162,28 @@ class Gathering:
     def attend(self) -> Verdict | None:
         """Takes part without being a rank: looks at the peers if they do not answer; returns the verdict, if any."""
         here = [*map(self._here_key, self._peers)]
+
+        def verdict() -> bytes | None:
+            return self._exchange.get_many([self._verdict_key]).get(self._verdict_key)
+
+        # Ranks that have seen the verdict have left the round, with their answers.
         wait_for(
-            lambda: len(self._exchange.get_many(here)) == len(here),
+            lambda: verdict() or len(self._exchange.get_many(here)) == len(here),
             deadline_s=self._answer_s,
             poll_s=self._poll_s,
+            give_up=self._is_dropped,
             forgive=self._exchange,
         )
-        self._look_at_silent_peers()
-        verdict = wait_for(
-            lambda: self._exchange.get_many([self._verdict_key]).get(self._verdict_key),
+        if verdict() is None and not self._is_dropped():
+            self._look_at_silent_peers()
+        found = wait_for(
+            verdict,
             deadline_s=self._second_term_s + self._report_s / 2 - self._waited_s(),
             poll_s=self._poll_s,
             give_up=self._is_dropped,
             forgive=self._exchange,
         )
-        return codec.decode(Verdict, verdict) if verdict is not None else None
+        return codec.decode(Verdict, found) if found is not None else None
 
     def _follow(self, incident: Incident, report: Callable[[JobFacts], Verdict]) -> Verdict | None:
         # A move that is noted after the verdict would stay on the store.

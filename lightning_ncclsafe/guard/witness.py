@@ -13,14 +13,24 @@ import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
 from lightning_ncclsafe._torch import stores
-from lightning_ncclsafe.exchange import ExchangeError, TcpStoreExchange, poll_interval_s
+from lightning_ncclsafe.exchange import (
+    DirectoryExchange,
+    ExchangeError,
+    FallbackExchange,
+    InTimeExchange,
+    TcpStoreExchange,
+    poll_interval_s,
+    wait_for,
+)
 from lightning_ncclsafe.facts import ENDED, IncidentKind, codec
-from lightning_ncclsafe.guard.ending import end_frozen
+from lightning_ncclsafe.guard.ending import end_frozen, goodbye_key
 from lightning_ncclsafe.guard.gathering import Gathering
 from lightning_ncclsafe.guard.shared import IncidentLog
 from lightning_ncclsafe.probes.host.resources import look_at
@@ -31,6 +41,10 @@ from lightning_ncclsafe.report.terminal import say_on_stderr
 
 # What Python and the dynamic linker need, and nothing that would make it a rank of the job.
 _KEPT = ("CONDA", "HOME", "LANG", "LC_", "LD_", "PATH", "PYTHON", "RES_OPTIONS", "TMPDIR", "VIRTUAL_ENV")
+# It would not end, or end at a warning that the program knows to avoid.
+_DROPPED = ("PYTHONINSPECT", "PYTHONWARNINGS")
+# Modules of its working directory are not those of the program, and no backend of torch may take a device.
+_SET = {"PYTHONSAFEPATH": "1", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
 # A program that waits for all of its children would wait for this one, too.
 _AS_NO_CHILD = "import os, sys; os.fork() and os._exit(0); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
 # An interpreter without any import, from a slow file system.
@@ -40,25 +54,25 @@ _POLL_S, _POLLS_PER_S = 0.25, 1000.0
 _BETWEEN_CALLS_S = 60.0
 # From when the others reach their hard limit until they have left.
 _LEAVE_S = 60.0
-# Ranks that can end themselves have written their logs and left by then; a launcher may end them with the first.
-_OTHERS_END_S = 8.0
 _STDIN = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Call:
+class _AttendedCall:
     """One call of the Trainer, as its witness has to know it.
 
     Attributes:
         rank: The rank that is alone on its host.
         world_size: Number of ranks.
         keys: Where the keys of this call are.
+        folder: Where they are once the store is lost.
         stays_s: How long the witness stays when the rank's process has ended, in seconds.
     """
 
     rank: int
     world_size: int
     keys: stores.Address
+    folder: str
     stays_s: float
 
 
@@ -71,29 +85,41 @@ class Witness:
     def __init__(self, say: Callable[[str], None] = say_on_stderr) -> None:
         self._say = say
         self._socket: socket.socket | None = None
-        self._is_off = False
+        # The last one is within all others.
+        self._calls: list[bytes] = []
+        # Other systems cannot send without a signal; of programs in one file, another process would be another run.
+        self._is_off = sys.platform != "linux" or hasattr(sys, "frozen")
 
-    def begin(self, *, rank: int, world_size: int, keys: stores.Address, longest_s: float) -> None:
-        """A call begins: the rank has published its info.
+    def begin(
+        self, *, rank: int, world_size: int, keys: stores.Address, folder: str, longest_s: float
+    ) -> Callable[[], None]:
+        """A call begins, maybe within another: the rank has published its info.
 
         Args:
             keys: Where the keys of the call are.
+            folder: Where they are once the store is lost, as with rank 0: the folder of a DirectoryExchange.
             longest_s: The longest time until the others end a run that is stuck, in seconds.
-        """
-        call = codec.encode(_Call(rank=rank, world_size=world_size, keys=keys, stays_s=longest_s + _LEAVE_S))
-        if self._is_off or self._tell(call):
-            return
-        try:
-            self._start()
-        except (OSError, subprocess.SubprocessError) as error:
-            self._is_off = True
-            why = f"no process can be started beside this rank, to see it from outside ({error})"
-            self._say(f"rank {rank}: {why}; training continues, but if this rank dies, the reason is unknown")
-        self._tell(call)
 
-    def end(self) -> None:
-        """The call has ended; if no other one begins soon, the process ends as well."""
-        self._tell(b"")
+        Returns:
+            What to call when the call has ended; if no other one begins soon, the process ends as well.
+        """
+        stays_s = longest_s + _LEAVE_S
+        call = codec.encode(_AttendedCall(rank=rank, world_size=world_size, keys=keys, folder=folder, stays_s=stays_s))
+        self._calls.append(call)
+        if not self._is_off and not self._tell(call):
+            try:
+                self._start()
+            except (OSError, ValueError, subprocess.SubprocessError) as error:
+                self._is_off = True
+                why = f"no process can be started beside this rank, to see it from outside ({error})"
+                self._say(f"rank {rank}: {why}; training continues, but if this rank dies, the reason is unknown")
+            self._tell(call)
+        return partial(self._end, call)
+
+    def _end(self, call: bytes) -> None:
+        with suppress(ValueError):
+            self._calls.remove(call)
+        self._tell(self._calls[-1] if self._calls else b"")
 
     def _tell(self, line: bytes) -> bool:
         """Whether the process has been told, or is too busy to listen."""
@@ -115,21 +141,36 @@ class Witness:
         return False
 
     def _start(self) -> None:
-        environ = {name: value for name, value in os.environ.items() if name.startswith(_KEPT)}
-        environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+        if not sys.executable:  # Python is embedded
+            raise FileNotFoundError("sys.executable is empty")
+        kept = {name: os.environ[name] for name in os.environ if name.startswith(_KEPT) and name not in _DROPPED}
         self._socket, other_end = socket.socketpair()
         weakref.finalize(self, self._socket.close)
         with other_end:
             subprocess.run(
                 # The last argument is for whoever lists processes.
                 [sys.executable, "-S", "-c", _AS_NO_CHILD, "-m", __name__, str(os.getpid())],
-                env=environ,
+                # Python 3.10 always looks for modules there first.
+                cwd="/",
+                env=kept | _SET | {"PYTHONPATH": _search_path()},
                 stdin=other_end.fileno(),
                 # Whoever reads the output of a rank reads it until nobody is left who could write there.
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 timeout=_STARTS_S,
             )
+
+
+def _search_path() -> str:
+    """Where this process finds modules, for one with another working directory."""
+    entries: list[object] = [*sys.path]
+    found: list[str] = []
+    for entry in entries:
+        # Python takes no notice of others, such as a Path that a program has added.
+        if isinstance(entry, str) and os.pathsep not in entry:
+            with suppress(OSError):  # relative to a working directory that is gone
+                found.append(os.path.abspath(entry))
+    return os.pathsep.join(found)
 
 
 class _Attendance:
@@ -139,9 +180,10 @@ class _Attendance:
         Exception: The store cannot be reached, or the rank has not published its info.
     """
 
-    def __init__(self, call: _Call) -> None:
+    def __init__(self, call: _AttendedCall) -> None:
         self._call = call
-        self._exchange = TcpStoreExchange(stores.connection_to(call.keys))
+        files = InTimeExchange(DirectoryExchange(Path(call.folder)), what="the report folder")
+        self._exchange = FallbackExchange(TcpStoreExchange(stores.connection_to(call.keys)), files)
         self._log = IncidentLog(self._exchange)
         self._info = codec.decode(RankInfo, self._exchange.get_many([info_key(call.rank)])[info_key(call.rank)])
         self._peers = Peers(growth=MemoryGrowth())
@@ -154,14 +196,22 @@ class _Attendance:
 
     @property
     def is_over(self) -> bool:
-        """Whether the job's store is gone, or the rank's process for so long that nobody asks any more."""
-        if (
-            self._died_s is None
-            and look_at(self._info.pid, rank=self._info.rank, started=self._info.started).state in ENDED
-        ):
-            self._died_s = time.monotonic()
-        has_stayed = self._died_s is not None and time.monotonic() - self._died_s > self._call.stays_s
-        return bool(self._exchange.lost) or has_stayed
+        """Whether the rank's process is gone, and those who may ask about it."""
+        if self._died_s is None:
+            self._died_s = time.monotonic() if self._has_ended() else None
+        if self._died_s is None:
+            return False
+        if self._exchange.lost:
+            # Those who have lost their store with this rank ask soon.
+            return time.monotonic() - self._died_s > min(self._call.stays_s, _LEAVE_S)
+        return time.monotonic() - self._died_s > self._call.stays_s or self._is_forgotten()
+
+    def _is_forgotten(self) -> bool:
+        """Whether the next start of the job has begun, on the same store."""
+        key = info_key(self._call.rank)
+        with suppress(ExchangeError):
+            return key not in self._exchange.get_many([key])
+        return False
 
     def attend(self) -> None:
         """Takes part in the next round, if there is one."""
@@ -170,25 +220,44 @@ class _Attendance:
         entry = self._log.read()
         if entry is None:
             return
+        self._log.number += 1
         if entry.recovered_after_s is None:
             with suppress(ExchangeError):
                 self._take_part(entry.incident.kind)
-        self._log.number += 1
 
     def _take_part(self, kind: IncidentKind) -> None:
         gathering = Gathering(
             self._exchange,
-            round_number=self._log.number,
+            round_number=self._log.number - 1,
             rank=self._call.rank,
             world_size=self._call.world_size,
             peers=(self._info,),
             witness=self._peers.witness,
+            is_dropped=lambda: self._log.read() is not None,
         )
         verdict = gathering.attend()
-        ends_run = verdict is not None and verdict.ends_run and kind is IncidentKind.TIMEOUT
-        if ends_run and verdict is not None and self._call.rank in verdict.frozen:
-            time.sleep(_OTHERS_END_S)
-            end_frozen((self._info,), lambda text: None)
+        if verdict is None or not verdict.ends_run or kind is not IncidentKind.TIMEOUT:
+            return
+        if self._call.rank in verdict.frozen:
+            self._end_frozen(verdict.frozen)
+
+    def _end_frozen(self, frozen: Collection[int]) -> None:
+        # The others may still save the state of the run, and a launcher may end them with the first.
+        others = [goodbye_key(rank) for rank in range(self._call.world_size) if rank not in frozen]
+        with suppress(ExchangeError):
+            wait_for(
+                lambda: len(self._exchange.get_many(others)) == len(others),
+                deadline_s=self._call.stays_s,
+                poll_s=self.poll_s,
+                give_up=self._has_ended,
+                forgive=self._exchange,
+            )
+        # One that goes on meanwhile ends itself.
+        seen = self._peers.witness((self._info,))
+        end_frozen((self._info for facts in seen if facts.gil_held or facts.state == "stopped"), lambda text: None)
+
+    def _has_ended(self) -> bool:
+        return look_at(self._info.pid, rank=self._info.rank, started=self._info.started or None).state in ENDED
 
     def close(self) -> None:
         """Closes the connection, and what is open of the rank's process."""
@@ -196,11 +265,11 @@ class _Attendance:
         self._exchange.close()
 
 
-def _main() -> None:
-    """The process itself. Each line of its stdin is a call that begins, or empty when that has ended."""
-    # Ctrl-C is for the ranks.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.nice(19)
+def _attendances() -> Iterator[_Attendance | None]:
+    """At a steady pace: the call to attend, as stdin has it in a line for each, or None if an empty line follows.
+
+    Ends when there is no call, and none is to be expected.
+    """
     attendance: _Attendance | None = None
     ended_s, rest, is_told = time.monotonic(), b"", True
     while attendance is not None or (is_told and time.monotonic() - ended_s < _BETWEEN_CALLS_S):
@@ -214,10 +283,18 @@ def _main() -> None:
             if lines:
                 if attendance is not None:
                     attendance.close()
-                ended_s, attendance = (
-                    time.monotonic(),
-                    _Attendance(codec.decode(_Call, lines[-1])) if lines[-1] else None,
-                )
+                ended_s = time.monotonic()
+                attendance = _Attendance(codec.decode(_AttendedCall, lines[-1])) if lines[-1] else None
+        yield attendance
+
+
+def _main() -> None:
+    """The process itself."""
+    # Ctrl-C and a scheduler's signals are for the ranks.
+    for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(ignored, signal.SIG_IGN)
+    os.nice(19)
+    for attendance in _attendances():
         if attendance is not None:
             attendance.attend()
             if attendance.is_over:

@@ -38,16 +38,20 @@ class CallExchanges:
 
     Args:
         report_dir: The folder of reports, which also holds the folders of file exchanges.
+
+    Attributes:
+        fallback: The folder of the file exchange that is used if the job's store is lost.
     """
 
     def __init__(self, report_dir: Path) -> None:
         self._report_dir = report_dir
         self._own_keys: set[str] = set()
         self._name = self._number = ""
+        self.fallback = Path()
 
     def before_start(self, strategy: Any) -> Exchange:
         """The exchange before there is a process group."""
-        return self._files(meeting_place(strategy)) if strategy.world_size > 1 else MemoryExchange()
+        return self._files(self._folder(meeting_place(strategy))) if strategy.world_size > 1 else MemoryExchange()
 
     def name_start(self, place: Place, deadline_s: float) -> None:
         """Gives this start its own name, if torchrun's agent keeps the job's store across starts."""
@@ -71,14 +75,15 @@ class CallExchanges:
         """The exchange once there is a process group: the job's store, and files if that is lost."""
         if world_size == 1:
             return MemoryExchange()
-        name = "ncclsafe" if _start is None else f"ncclsafe/{_start}"
+        name = "ncclsafe" if _start is None else stores.start_prefix(_start)
         self._name, self._number = name, str(next(_calls))
         store = TcpStoreExchange(stores.own_connection(name), prefix=f"{self._number}/")
         self._own_keys = store.published
         # A rank that begins a call has seen all ranks finish the call before, so that no rank reads older keys.
         while len(_published) > 1:
             store.forget(_published.popleft())
-        return FallbackExchange(store, self._files(_name_of_run(store)))
+        self.fallback = self._folder(_name_of_run(store))
+        return FallbackExchange(store, self._files(self.fallback))
 
     def keys(self) -> stores.Address | None:
         """Where another process finds the keys of this call on the job's store; None if it cannot."""
@@ -90,9 +95,11 @@ class CallExchanges:
         if self._own_keys:
             _published.append(self._own_keys)
 
-    def _files(self, name: str) -> Exchange:
-        files = DirectoryExchange(self._report_dir / f".exchange-{name}")
-        return InTimeExchange(files, what=f"the report folder, {self._report_dir},")
+    def _folder(self, name: str) -> Path:
+        return self._report_dir / f".exchange-{name}"
+
+    def _files(self, folder: Path) -> Exchange:
+        return InTimeExchange(DirectoryExchange(folder), what=f"the report folder, {self._report_dir},")
 
 
 def _name_of_run(store: Exchange) -> str:

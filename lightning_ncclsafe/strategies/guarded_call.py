@@ -109,6 +109,7 @@ class GuardedCall:
         self._listens = self._leaves = self._has_failed = False
         self._interrupted: Exception | None = None
         self._meet: Callable[[], bool] | None = None
+        self._end_witness: Callable[[], None] = lambda: None
 
     def begin(self, strategy: Any) -> None:
         """Starts the guard. There is no process group, and so no store, yet."""
@@ -192,7 +193,7 @@ class GuardedCall:
         self._safely(self._group_timeouts.restore)
         self._safely(self.features.detach_timer)
         self._leaving(lambda guard: guard.close())
-        _witness.end()
+        self._end_witness()
         # Not before: another Trainer may run within this call.
         self._exchanges.close()
         interrupted, self._interrupted = self._interrupted, None
@@ -258,8 +259,13 @@ class GuardedCall:
         exchange = self._exchanges.once_started(place.world_size)
         self._guard.connect(exchange)
         if place.local_world_size == 1 < place.world_size and (keys := self._exchanges.keys()) is not None:
-            longest_s = self._limits.longest_s
-            _witness.begin(rank=place.rank, world_size=place.world_size, keys=keys, longest_s=longest_s)
+            self._end_witness = _witness.begin(
+                rank=place.rank,
+                world_size=place.world_size,
+                keys=keys,
+                folder=str(self._exchanges.fallback.absolute()),
+                longest_s=self._limits.longest_s,
+            )
         follow_plan(exchange, place, self._report_dir)
         self.features.connect(strategy, place, exchange)
         if place.world_size > 1 and not strategy.is_on_all_ranks:

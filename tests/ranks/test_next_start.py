@@ -52,7 +52,7 @@ def _rank(rank: int, port: int, folder: Path) -> None:
     (folder / f"found-{name}-{rank}").write_text("\n".join(keys_of(store)))
     dist.init_process_group("gloo", timeout=timedelta(seconds=30))
     dist.all_reduce(torch.ones(1), group=dist.new_group())
-    stores.own_connection(f"ncclsafe/{name}/0").set("verdict", "the run cannot go on")
+    stores.own_connection(f"{stores.start_prefix(name)}/0").set("verdict", "the run cannot go on")
     # NCCL's watchdog sets it beside all groups, on the store as it is.
     store.set(SIGNAL, "\0\0\0\0")
     os._exit(124)
