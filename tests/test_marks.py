@@ -256,6 +256,7 @@ NOT_FOR_RANKS = {
     "guard.participation.Participation._gather": ASIDE,
     "guard.watchdog.Watchdog.pause": ASIDE,
     "guard.watchdog.Watchdog.stop": ITSELF,
+    "guard.witness._attendances": "in a process that is no rank",
     "loaders.tuning.tuner.Tuner._run": ASIDE,
     "loaders.tuning.tuner.Tuner.close": ITSELF,
     "loggers.delivery.Delivery._run": ASIDE,
@@ -292,7 +293,7 @@ NOT_FOR_RANKS = {
 }
 WAITING_CALLS = {"sleep", "wait", "wait_for", "result", "select", "join"}
 # Those of text and paths.
-JOINED = {"os.path", "Markup('')"}
+JOINED = {"os.path", "os.pathsep", "Markup('')"}
 
 
 def waiting_functions() -> Iterator[tuple[str, ast.FunctionDef, Path]]:

@@ -61,8 +61,10 @@ def connection_to(address: Address, *, timeout_s: float = 30.0) -> Any:
 
 def _whole_store() -> Any:
     """The job's store without what launchers and PyTorch put before their keys, which other processes do not know."""
-    default: Any = dist.distributed_c10d._get_default_store()
-    return getattr(default, "_underlying_non_prefix_store", default)
+    store: Any = dist.distributed_c10d._get_default_store()
+    while isinstance(store, dist.distributed_c10d.PrefixStore):
+        store = store.underlying_store
+    return store
 
 
 def _own_prefix(prefix: str) -> str:
