@@ -193,7 +193,7 @@ class GuardedCall:
         self._safely(self._group_timeouts.restore)
         self._safely(self.features.detach_timer)
         self._leaving(lambda guard: guard.close())
-        self._end_witness()
+        self._safely(self._end_witness)
         # Not before: another Trainer may run within this call.
         self._exchanges.close()
         interrupted, self._interrupted = self._interrupted, None

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
@@ -72,10 +72,11 @@ def wait_for_witnesses() -> None:
     """
     begin = Witness.begin
 
-    def begin_and_wait(self: Witness, **call: Any) -> None:
-        begin(self, **call)
+    def begin_and_wait(self: Witness, **call: Any) -> Callable[[], None]:
+        end = begin(self, **call)
         with lightning_ncclsafe.pause():
             attending()
+        return end
 
     Witness.begin = begin_and_wait  # type: ignore[method-assign]
 
