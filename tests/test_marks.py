@@ -289,6 +289,7 @@ NOT_FOR_RANKS = {
     "probes.peers.Peers.witness": ASIDE,
     "probes.directories._end": ITSELF,
     "probes.directories._outputs": ITSELF,
+    "strategies.guarded_save.GuardedSave._settle": ITSELF,
     "strategies.launchers._later": ASIDE,
 }
 WAITING_CALLS = {"sleep", "wait", "wait_for", "result", "select", "join"}

@@ -125,8 +125,13 @@ class Guard:
         self._own.state.began_ns = time.time_ns()
         self._watchdog.start()
 
-    def connect(self, exchange: Exchange) -> None:
-        """Changes to another exchange, with its own log: the process group, and so the job's store, exists."""
+    def connect(self, exchange: Exchange, *, meets: bool = True) -> None:
+        """Changes to another exchange, with its own log: the process group, and so the job's store, exists.
+
+        Args:
+            exchange: The exchange.
+            meets: Whether the other ranks of this host are about to do the same, and worth a short wait.
+        """
         # The watchdog may be in the middle of a round about this very delay; that round is dropped.
         self._own.connection.connect(exchange)
         with suppress(ExchangeError):  # only needed by peers if this rank cannot answer
@@ -137,7 +142,7 @@ class Guard:
             info = replace(self._own.probe.info, guard_threads=own_threads())
             exchange.set(info_key(self._own.place.rank), codec.encode(info))
         # If a rank ends soon, for instance in its very first collective, only ranks that know it by then learn why.
-        for _ in range(_MEETING_TURNS):
+        for _ in range(_MEETING_TURNS if meets else 0):
             self._watchdog.wake()
             if self._local_ranks.wait_until_met(_MEETING_S / _MEETING_TURNS) or self._own.state.is_off:
                 break
@@ -159,6 +164,10 @@ class Guard:
     def failed(self, error: BaseException) -> CollectiveTimeoutError | None:
         """The Trainer's function raised on this rank; see :meth:`Leaving.failed`."""
         return self._leaving.failed(error)
+
+    def share_last_facts(self, error: BaseException) -> None:
+        """This rank leaves with an exception that its program may catch; see :meth:`Leaving.share_last_facts`."""
+        self._leaving.share_last_facts(error)
 
     def finish(self) -> None:
         """The Trainer's function returned on this rank; see :meth:`Leaving.finish`."""

@@ -55,8 +55,8 @@ class Leaving:
         if self._leaves_at_the_end(error):
             self.finish()
             return None
-        if isinstance(error, KeyboardInterrupt):
-            self._share_last_facts(error)
+        if isinstance(error, KeyboardInterrupt):  # as most ranks are
+            self.share_last_facts(error)
         has_nobody_to_ask = state.is_off or self._own.place.world_size == 1 or is_orderly(error)
         if not has_nobody_to_ask and not self._is_explained(is_consequence):
             self._own.probe.exception = stacks.exception_facts(error, is_consequence=is_consequence)
@@ -121,8 +121,8 @@ class Leaving:
         elif verdict is not None and not verdict.ends_run:
             self.finish()
 
-    def _share_last_facts(self, error: BaseException) -> None:
-        """Publishes this rank's facts without asking others, as most ranks are interrupted, too."""
+    def share_last_facts(self, error: BaseException) -> None:
+        """Publishes this rank's facts, for whoever asks later, without asking the others."""
         exception = stacks.exception_facts(error, is_consequence=False)
         with suppress(ExchangeError):
             share_last_facts(self._own.connection.newest, replace(self._own.probe.snapshot(0.0), exception=exception))

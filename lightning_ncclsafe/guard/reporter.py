@@ -14,7 +14,12 @@ from lightning_ncclsafe.report.folder import write_page, write_report
 from lightning_ncclsafe.report.json import plan_words
 from lightning_ncclsafe.report.text import render_news
 from lightning_ncclsafe.rules.judging import judge
-from lightning_ncclsafe.rules.kit.expected_waits import announced_for_s, busy_for_s, expected_for_s
+from lightning_ncclsafe.rules.kit.expected_waits import (
+    announced_for_s,
+    busy_for_s,
+    expected_for_s,
+    saved_together_for_s,
+)
 from lightning_ncclsafe.rules.kit.sentences import exit_status
 from lightning_ncclsafe.rules.planning import cannot_go_on, next_start
 from lightning_ncclsafe.settings import Limits
@@ -92,7 +97,7 @@ class Reporter:
             known: The verdict on the same incident that a rank has already printed. Only what is new is printed; the
                 report is written in full.
         """
-        quiet_s = announced_for_s(job) or busy_for_s(job)
+        quiet_s = announced_for_s(job) or busy_for_s(job) or saved_together_for_s(job)
         if self._limits.learned and not quiet_s:
             quiet_s = expected_for_s(job, self._limits.limit_s)
         if quiet_s > 0:

@@ -2,7 +2,8 @@
 
 ``guarded``, the entry point, is the base of all guarded strategies: it passes Lightning's hooks on. ``guarded_call`` is
 one call of the Trainer: it makes the guard, the ``call_exchanges`` between ranks, and the ``features`` that callbacks
-ask for, one of which is ``saved_at_end``. ``launchers`` does this in every process that Lightning starts.
+ask for, one of which is ``saved_at_end``. ``guarded_save`` is one save after such a call. ``launchers`` does this in
+every process that Lightning starts.
 
 Only ``lightning_ncclsafe.lightning`` and ``lightning_ncclsafe.pytorch_lightning`` import Lightning itself. The
 strategies can still be imported from their older path here, for the package of Lightning that is chosen.

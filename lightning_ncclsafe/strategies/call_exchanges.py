@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from lightning_ncclsafe._torch import stores
+from lightning_ncclsafe.code.side_thread import SideThread, UnansweredError
 from lightning_ncclsafe.exchange import (
     DirectoryExchange,
     Exchange,
+    ExchangeError,
     FallbackExchange,
     InTimeExchange,
     MemoryExchange,
@@ -25,8 +27,13 @@ from lightning_ncclsafe.guard.shared import Place
 # Variables that differ between the starts of a job by torchrun and SLURM, as a restart may use the same port.
 _START_NAMES = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID", "SLURM_RESTART_COUNT")
 
+# A store that is there answers within milliseconds; without an answer, its client would try for half an hour.
+_CONNECTS_S = 1.0
+
 # Each guarded call has its own keys on the store; ranks call fit, validate, … in the same order.
 _calls = itertools.count()
+# The last of them, and the saves since: a rank that saves alone must not change the numbers of later calls.
+_last, _saves = "", itertools.count()
 # Keys that this rank published in earlier calls; a program may make any number of calls.
 _published: deque[set[str]] = deque()
 # The name of this start, if the store may hold keys of an earlier one; the same for all calls.
@@ -46,7 +53,7 @@ class CallExchanges:
     def __init__(self, report_dir: Path) -> None:
         self._report_dir = report_dir
         self._own_keys: set[str] = set()
-        self._name = self._number = ""
+        self._name = self._number = self._save = ""
         self.fallback = Path()
 
     def before_start(self, strategy: Any) -> Exchange:
@@ -73,11 +80,27 @@ class CallExchanges:
 
     def once_started(self, world_size: int) -> Exchange:
         """The exchange once there is a process group: the job's store, and files if that is lost."""
+        global _last, _saves
         if world_size == 1:
             return MemoryExchange()
+        _last, _saves = str(next(_calls)), itertools.count()
+        return self._on_store(_last)
+
+    def count_save(self) -> None:
+        """A save after the last call begins: ranks count them alike, although not each of them needs an exchange."""
+        self._save = f"{_last}/save/{next(_saves)}"
+
+    def of_save(self) -> Exchange:
+        """The exchange of that save; in memory if the store is gone, as its host may have left."""
+        try:
+            return SideThread("ncclsafe-save").call(lambda: self._on_store(self._save), _CONNECTS_S)
+        except (UnansweredError, ExchangeError, RuntimeError):
+            return MemoryExchange()
+
+    def _on_store(self, number: str) -> Exchange:
         name = "ncclsafe" if _start is None else stores.start_prefix(_start)
-        self._name, self._number = name, str(next(_calls))
-        store = TcpStoreExchange(stores.own_connection(name), prefix=f"{self._number}/")
+        self._name, self._number = name, number
+        store = TcpStoreExchange(stores.own_connection(name), prefix=f"{number}/")
         self._own_keys = store.published
         # A rank that begins a call has seen all ranks finish the call before, so that no rank reads older keys.
         while len(_published) > 1:

@@ -1,25 +1,28 @@
 """What all guarded strategies share: they only connect Lightning's hooks with the guard."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from lightning_ncclsafe._lightning import known, lightnings, package_of, refuse_other_caller
 from lightning_ncclsafe._torch import build
-from lightning_ncclsafe.code.patching import ReplacedMethod
+from lightning_ncclsafe._torch.process_groups import distributed_is_initialized
+from lightning_ncclsafe.code.patching import ReplacedMethod, WrappedMethod
 from lightning_ncclsafe.collectives.timer import AttachedTimer
 from lightning_ncclsafe.guard.ending import Ending
 from lightning_ncclsafe.probes.process.stacks import drop_passing_frames
 from lightning_ncclsafe.report.terminal import say_on_stderr
 from lightning_ncclsafe.settings import BACKSTOP_S, OnTimeout, PhaseTimeouts, check_limits
 from lightning_ncclsafe.strategies.guarded_call import GuardedCall
+from lightning_ncclsafe.strategies.guarded_save import GuardedSave
 from lightning_ncclsafe.strategies.launchers import guarded
 
 _SUFFIX = "_ncclsafe"
+Call = TypeVar("Call", bound=GuardedCall)
 
 
 if TYPE_CHECKING:
@@ -32,6 +35,7 @@ if TYPE_CHECKING:
         checkpoint_io: Any
         model: Any
         global_rank: int
+        world_size: int
         _configure_launcher: Any
         setup_environment: Any
         barrier: Any
@@ -351,16 +355,7 @@ class GuardedStrategy(_ParallelStrategy):
         self._ending.note_thread()
         # If a callback raises in its on_exception, that of the strategy is not called.
         self._allow_saving()
-        package = package_of(type(self))
-        watched = self._watched = GuardedCall(
-            trainer,
-            self._limits,
-            self._report_dir,
-            ending=self._ending,
-            combined=lightnings(package, "CombinedLoader"),
-            sigterm_error=None if self._sigterm_broadcast else lightnings(package, "SIGTERMException"),
-            weights=super().lightning_module_state_dict,
-        )
+        watched = self._watched = self._make_call(GuardedCall, trainer)
         try:
             yield
         except BaseException as error:
@@ -375,7 +370,47 @@ class GuardedStrategy(_ParallelStrategy):
             watched.finish()
         finally:
             self._watched = None
+            self._watch_saves(trainer)
             watched.close()
+
+    def _watch_saves(self, trainer: Any) -> None:
+        """From now on, a call of ``save_checkpoint`` outside of those is watched, too: it needs all ranks as well."""
+        if self.world_size > 1 and "save_checkpoint" not in vars(trainer):
+            WrappedMethod(trainer, "save_checkpoint", partial(self._save, trainer))
+
+    def _save(self, trainer: Any, save: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        is_watched = self._watched is not None or self._ending.is_closed or not distributed_is_initialized()
+        with nullcontext() if is_watched else self._watch_save(trainer):
+            save(*args, **kwargs)
+
+    @contextmanager
+    def _watch_save(self, trainer: Any) -> Iterator[None]:
+        self._ending.note_thread()
+        watched = self._watched = self._make_call(GuardedSave, trainer)
+        watched.begin(self)
+        try:
+            yield
+        except BaseException as error:
+            replacement = watched.failed(error)
+            drop_passing_frames(error)
+            if replacement is not None:
+                raise replacement from error
+            raise
+        finally:
+            self._watched = None
+            watched.close()
+
+    def _make_call(self, kind: type[Call], trainer: Any) -> Call:
+        package = package_of(type(self))
+        return kind(
+            trainer,
+            self._limits,
+            self._report_dir,
+            ending=self._ending,
+            combined=lightnings(package, "CombinedLoader"),
+            sigterm_error=None if self._sigterm_broadcast else lightnings(package, "SIGTERMException"),
+            weights=super().lightning_module_state_dict,
+        )
 
 
 def timer_of(strategy: object) -> AttachedTimer | None:

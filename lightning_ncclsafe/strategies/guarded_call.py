@@ -15,6 +15,7 @@ from lightning_ncclsafe._torch import process_groups, recorders
 from lightning_ncclsafe.code.raised import is_of_signal_handler
 from lightning_ncclsafe.collectives.timer import RECORDER_SIZE
 from lightning_ncclsafe.errors import CollectiveTimeoutError, HostPreflightError
+from lightning_ncclsafe.exchange import Exchange
 from lightning_ncclsafe.guard.ending import Ending
 from lightning_ncclsafe.guard.group_timeouts import GroupTimeouts
 from lightning_ncclsafe.guard.guard import Guard
@@ -222,15 +223,19 @@ class GuardedCall:
         # The strategy is about to do the same: some environments need it to know the rank.
         strategy.set_world_ranks()
         self.tracker.attach(self._trainer.profiler)
-        self._place = place = _place(strategy)
+        self._place = place = place_of(strategy)
         self.features.begin(place)
-        self._guard = Guard(
+        self._guard = self._make_guard(strategy, place, self._exchanges.before_start(strategy))
+        self._guard.start()
+
+    def _make_guard(self, strategy: Any, place: Place, exchange: Exchange) -> Guard:
+        return Guard(
             place=place,
             limits=self._limits,
             report_dir=self._report_dir,
             incidents=_incidents,
             met=_met,
-            exchange=self._exchanges.before_start(strategy),
+            exchange=exchange,
             probe=RankProbe(
                 rank=place.rank,
                 local_rank=place.local_rank,
@@ -250,7 +255,6 @@ class GuardedCall:
             phase_kind=lambda: (self.trainer_probe.phase_kind(self.tracker.actions()), self.trainer_probe.batch_idx()),
             on_tick=self._poll,
         )
-        self._guard.start()
 
     def _connect(self, strategy: Any) -> None:
         place = self._place
@@ -334,7 +338,7 @@ def _exit_codes(launcher: Any) -> dict[int, int]:
     return {pid: code for pid, code in codes.items() if code is not None}
 
 
-def _place(strategy: Any) -> Place:
+def place_of(strategy: Any) -> Place:
     """Which rank this is, according to Lightning: a scheduler may number ranks differently."""
     environment, devices = strategy.cluster_environment, strategy.parallel_devices
     assert environment is not None and devices is not None

@@ -173,6 +173,13 @@ def test_the_report_at_the_limit_prints_what_is_new_and_is_written_whole(reporte
     assert first.findings[0].remedy.split(maxsplit=6)[0] in report and "What to do:" in report
 
 
+def test_a_save_that_all_ranks_make_is_not_reported(reporter: Reporter, said: list[str]) -> None:
+    save = Frame(file="/site-packages/lightning/pytorch/trainer/trainer.py", line=1464, function="save_checkpoint")
+    job = job_of(2)
+    verdict = reporter.report(replace(job, ranks=tuple(replace(facts, stack=(save,)) for facts in job.ranks)))
+    assert (verdict.quiet_s, said) == (1_800.0 - job.incident.idle_s, [])
+
+
 def test_only_a_rank_that_has_not_answered_is_taken_for_frozen(reporter: Reporter) -> None:
     """At the limit its process is killed from outside; who keeps Python's lock no more ends itself."""
     seen = ProcessFacts(pid=1001, rank=1, state="sleeping", gil_held=True)

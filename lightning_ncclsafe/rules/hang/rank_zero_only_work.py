@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from lightning_ncclsafe.facts import ELSE
+from lightning_ncclsafe.facts import ELSE, Frame
 from lightning_ncclsafe.rules.kit import (
     AbortedModelRun,
     Confidence,
@@ -14,9 +14,11 @@ from lightning_ncclsafe.rules.kit import (
     Severity,
     Timeline,
     aborted_model_run,
+    at_words,
     batch_words,
     blocked_at_one_line,
     call_evidence,
+    capitalised,
     clause,
     condition_around,
     condition_evidence,
@@ -26,17 +28,22 @@ from lightning_ncclsafe.rules.kit import (
     encloses_words,
     end_evidence,
     finding,
+    first_user_frame,
     gathering_alone,
     hang_rule,
     how_we_know,
     is_before_first_batch,
+    is_gone,
     location_of,
+    others_wait,
     place_words,
     ranks_by,
     ranks_words,
     recorder_evidence,
+    saving_alone,
     silent_finding,
     silent_processes,
+    status_of,
     thread_exception,
     under_words,
     verb,
@@ -61,6 +68,10 @@ _STEP_HOOKS = (
     "transfer_batch_to_device",
     "_dataloader_next",
     "prepare_data",
+)
+_REMEDY_SAVING = (
+    "Call trainer.save_checkpoint on all ranks, outside of any condition on the rank: it ends in a barrier, and "
+    "gathers the state of a sharded model. Only rank 0 writes the file anyway, unless the checkpoint is sharded."
 )
 _REMEDY_SHARDED = (
     "A model that is spread over the ranks (FSDP, tensor parallelism) cannot be run, saved or read by one rank alone: "
@@ -90,8 +101,9 @@ def rank_zero_only_work(view: Timeline) -> Iterator[Finding]:
 
     Cause:
         Code under a condition on the rank ("if trainer.is_global_zero", @rank_zero_only), or a hook at the end of an
-        epoch or of validation that takes long on rank 0 only. For code that all ranks run, see late-at-init before the
-        first batch and rank-behind later.
+        epoch or of validation that takes long on rank 0 only; or trainer.save_checkpoint, which needs all ranks, on
+        one of them after training. For code that all ranks run, see late-at-init before the first batch and rank-behind
+        later.
 
     Remedy:
         Share the work among all ranks, shorten it, or move it out of the job. A model that is spread over the ranks has
@@ -100,6 +112,9 @@ def rank_zero_only_work(view: Timeline) -> Iterator[Finding]:
     Cannot see:
         A condition on the rank inside a library, or computed far from the line in question.
     """
+    if saving := saving_alone(view):
+        yield _saving(view, saving)
+        return
     if gathering := gathering_alone(view):
         yield _gathering(view, gathering)
     elif aborted := aborted_model_run(view):
@@ -200,6 +215,41 @@ def _gathering(view: Timeline, ranks: tuple[int, ...]) -> Finding:
         ),
         remedy=_REMEDY_SHARDED,
     )
+
+
+def _saving(view: Timeline, stacks: dict[int, tuple[Frame, ...]]) -> Finding:
+    """The others have left the program, or are elsewhere in it."""
+    ranks = tuple(sorted(stacks))
+    frame, (condition, around) = deepest_user_frame(stacks[ranks[0]]), condition_around(stacks[ranks[0]])
+    under = f", {under_words(condition)}" if condition else ""
+    waits = f": {words}" if (words := others_wait(view)) else ""
+    who = clause(ranks, "has|have called trainer.save_checkpoint alone")
+    gone = tuple(rank for rank in view.silent if is_gone(view, rank))
+    shown = (Evidence(source="source code", rank=ranks[0], text=encloses_words(condition, around)),)
+    return finding(
+        view,
+        ranks,
+        f"{who}{at_words(frame)}{under}, although it needs all ranks{waits}.{_elsewhere(view, ranks, gone)}",
+        severity=Severity.ERROR if any(facts.exception is not None for facts in view.facts.values()) else None,
+        confidence=Confidence.CERTAIN if view.witnesses.keys() >= {*view.silent} else Confidence.LIKELY,
+        location=location_of(frame),
+        evidence=(
+            *(shown if condition else ()),
+            *(end_evidence(view, rank) for rank in gone[:8]),
+            *where_evidence(view, view.facts),
+        ),
+        remedy=_REMEDY_SAVING,
+    )
+
+
+def _elsewhere(view: Timeline, ranks: tuple[int, ...], gone: tuple[int, ...]) -> str:
+    """Sentences about silent ranks that do not save."""
+    status = ", with status 0" if gone and all(status_of(view, rank) == 0 for rank in gone) else ""
+    left = f" {capitalised(clause(gone, 'has|have left the program'))}{status}." if gone else ""
+    others = tuple(rank for rank in view.silent if rank not in (*ranks, *gone))
+    frame = first_user_frame(view.witnesses[rank].stack for rank in others if rank in view.witnesses)
+    at = f": {verb(others, 'it is', 'they are')} {place_words(frame)}" if frame is not None else ""
+    return left + (f" {capitalised(clause(others, 'has|have not called it'))}{at}." if others else "")
 
 
 def _called_at(view: Timeline, rank: int) -> str | None:

@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 from functools import partial
 
-from lightning_ncclsafe.code.libraries import DTENSOR, FSDP
+from lightning_ncclsafe.code.libraries import DTENSOR, FSDP, SAVE_CHECKPOINT
 from lightning_ncclsafe.facts import ELSE, PAST, Frame, Phase, RankFacts, UnitKind
 from lightning_ncclsafe.rules.kit.activity import has_no_trainer, open_collectives, waits_for_silent_device
 from lightning_ncclsafe.rules.kit.frames import (
@@ -19,7 +19,7 @@ from lightning_ncclsafe.rules.kit.gloo_aborts import aborted_by_gloo
 from lightning_ncclsafe.rules.kit.landmarks import Kind, condition_around
 from lightning_ncclsafe.rules.kit.purpose import unit_of
 from lightning_ncclsafe.rules.kit.rule import once
-from lightning_ncclsafe.rules.kit.silent_ranks import is_gone, left_in_order
+from lightning_ncclsafe.rules.kit.silent_ranks import is_before_trainer, is_gone, left_in_order, waiting_outside_trainer
 from lightning_ncclsafe.rules.kit.timeline import Timeline
 
 # Conditions that hold on one rank only, unlike ``if rank != -1``, which holds on all; a bare name is that of a test.
@@ -133,12 +133,46 @@ def _in_sharded_call(stack: tuple[Frame, ...]) -> bool:
 
 
 @once
+def saving_alone(view: Timeline) -> dict[int, tuple[Frame, ...]]:
+    """Ranks that alone save a checkpoint outside of Trainer.fit and the like, with their stacks.
+
+    The others have left or are elsewhere. If no rank saves under a condition, those that are elsewhere may be late.
+    """
+    stacks = {rank: facts.stack for rank, facts in view.facts.items() if saves_outside(facts)}
+    if view.raised or 0 < len(stacks) < len(view.facts):
+        return {}
+    # Ranks in the next call of the Trainer see such a rank from outside.
+    stacks = stacks or {rank: own for rank, own in waiting_outside_trainer(view).items() if _saves(own)}
+    others = {*view.facts, *view.silent} - stacks.keys()
+    left = {rank for rank in others if is_gone(view, rank) and left_in_order(view.witnesses[rank])}
+    elsewhere = {rank for rank in others - left if rank in view.facts or _is_elsewhere(view, rank)}
+    is_alone = left == others or any(condition_around(stack)[0] for stack in stacks.values())
+    return stacks if others and is_alone and left | elsewhere == others else {}
+
+
+def saves_outside(facts: RankFacts) -> bool:
+    """Whether a rank saves a checkpoint outside of Trainer.fit and the like."""
+    return _saves((*facts.stack, *(facts.exception.stack if facts.exception is not None else ())))
+
+
+def _saves(stack: tuple[Frame, ...]) -> bool:
+    return is_in(SAVE_CHECKPOINT, stack) and not any(map(starts_trainer, stack))
+
+
+def _is_elsewhere(view: Timeline, rank: int) -> bool:
+    """Whether a silent rank has not called the save, and is not about to answer from there."""
+    return is_before_trainer(view, rank) and not (rank in view.witnesses and _saves(view.witnesses[rank].stack))
+
+
+@once
 def alone_in_trainer(view: Timeline) -> dict[int, str]:
     """Ranks that have called the Trainer under a condition on rank 0, with that condition; empty if others did as well.
 
     The others are in another call of the Trainer, or in none. If they are in none, no guard answers for them, so they
     look frozen, or they have exited normally.
     """
+    if saving := saving_alone(view):
+        return {rank: condition_around(stack)[0] for rank, stack in saving.items()}
     # After `if rank == 0: return` the other ranks call it, and none of them alone.
     first = {rank: facts for rank, facts in view.facts.items() if facts.local_rank == 0 and not has_no_trainer(facts)}
     conditions = {rank: condition for rank, facts in first.items() if (condition := _around_trainer(facts))}

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable
 from lightning_ncclsafe.facts import IncidentKind, JobFacts, RankFacts
 from lightning_ncclsafe.facts.phase_kinds import LONG_S, phase_kind_of
 from lightning_ncclsafe.rules.kit.activity import PAUSE
+from lightning_ncclsafe.rules.kit.alone import saves_outside
 from lightning_ncclsafe.rules.kit.frames import is_compiling
 from lightning_ncclsafe.rules.kit.landmarks import Kind
 from lightning_ncclsafe.rules.kit.rule import forget
@@ -53,6 +54,19 @@ def announced_for_s(job: JobFacts) -> float:
     if not actions or not all(any(action.name.startswith(PAUSE) for action in own) for own in actions):
         return 0.0
     return max(min(_ASKED_AGAIN_S, job.incident.timeout_s - job.incident.idle_s), 0.0)
+
+
+def saved_together_for_s(job: JobFacts) -> float:
+    """For how many more seconds no report is needed because all ranks save together outside of the Trainer's loops.
+
+    Nothing is known about how long such a save takes, so it is as long as the hard limit allows; 0 if it is needed.
+
+    Args:
+        job: The facts of all ranks that answered.
+    """
+    if _is_alarming(job) or not all(map(saves_outside, job.ranks)):
+        return 0.0
+    return max(job.incident.timeout_s - job.incident.idle_s, 0.0)
 
 
 def busy_for_s(job: JobFacts) -> float:

@@ -33,6 +33,7 @@ from lightning_ncclsafe.rules.kit import (
     outside_trainer,
     place_words,
     ranks_words,
+    saving_alone,
     shift,
     under_words,
     verb,
@@ -48,6 +49,8 @@ MONITORS = EARLY_STOPPING | MODEL_CHECKPOINT
 
 def known_reason(view: Timeline) -> Finding | None:
     """The finding about the first of these reasons that applies."""
+    if saving_alone(view):
+        return None
     return (
         _called_alone(view)
         or _called_before(view)
