@@ -117,7 +117,7 @@ def test_a_program_says_once_that_it_is_watched_and_again_where_that_changes(
     said: list[str] = []
     monkeypatch.setattr(guarded_call, "say_on_stderr", said.append)
     monkeypatch.setattr(guarded_call, "_printed_watch", "")
-    for others in ("CallExchanges", "Features", "follow_plan"):
+    for others in ("CallExchanges", "Features", "follow_plan", "_witness"):
         monkeypatch.setattr(guarded_call, others, MagicMock())
     monkeypatch.setattr(guarded_call, "incident_before", lambda _: "the previous start ended with incident 1")
 
