@@ -27,7 +27,7 @@ class GuardedSave(GuardedCall):
         self._safely(lambda: self.tracker.attach(self._trainer.profiler))
         self._later = threading.Timer(_SHORT_S, self._start)
         self._later.name, self._later.daemon = "ncclsafe-save", True
-        self._later.start()
+        self._safely(self._later.start)
 
     def failed(self, error: BaseException) -> CollectiveTimeoutError | None:
         """Reports a broken connection; what this rank itself raises, its program may catch, and only others ask why."""
@@ -49,7 +49,8 @@ class GuardedSave(GuardedCall):
     def _settle(self) -> None:
         """From now on, no other thread makes the guard."""
         self._later.cancel()
-        self._later.join()
+        if self._later.ident is not None:
+            self._later.join()
 
     def _start(self) -> None:
         self._safely(self._connect_guard)

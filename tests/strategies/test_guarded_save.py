@@ -130,6 +130,19 @@ def test_a_guard_that_cannot_be_made_says_so_once_and_the_save_goes_on(
     assert capfd.readouterr().err.count("ZeroDivisionError") == 1
 
 
+def test_a_thread_that_cannot_be_started_does_not_keep_a_save(
+    guard: MagicMock, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def start(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    trainer = trained()
+    monkeypatch.setattr(threading.Thread, "start", start)
+    trainer.save_checkpoint("last.ckpt")
+    assert trainer.saved == [(("last.ckpt",), {})]
+    assert "can't start new thread" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("why", ["one rank", "no group", "ended"])
 def test_what_waits_for_nobody_is_not_watched(guard: MagicMock, monkeypatch: pytest.MonkeyPatch, why: str) -> None:
     trainer = trained(world_size=1 if why == "one rank" else 2)
