@@ -69,7 +69,8 @@ def diverged_log_keys(view: Timeline) -> Iterator[Finding]:
         A hang in self.log, or at the end of an epoch, when the values of the epoch are reduced.
 
     Cause:
-        self.log(..., sync_dist=True), or a logged metric, under a condition on the rank or on the data.
+        self.log(..., sync_dist=True), or a logged metric, under a condition on the rank or on the data; a metric with
+        a list state that is gathered entry by entry (dist_reduce_fx=None), and has not been updated equally often.
 
     Remedy:
         Log the same keys on all ranks, in the same order.
