@@ -48,7 +48,8 @@ def unpresented_loader(view: Timeline) -> Iterator[Finding]:
         of setup is paired with a different one, and everything after it is out of step.
 
     Cause:
-        A stage that only some ranks go through, usually under a condition on the rank.
+        A stage that only some ranks go through, usually under a condition on the rank; or something else that asks for
+        a dataloader there, such as trainer.estimated_stepping_batches.
 
     Remedy:
         Let every rank go through the same stages.
