@@ -4,7 +4,16 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 
 from lightning_ncclsafe.facts import IncidentKind, JobFacts, NotRecorded, UnrecordedGroup
-from lightning_ncclsafe.rules.kit import Timeline, capitalised, clause, group_words, ranks_words, timeline, verb
+from lightning_ncclsafe.rules.kit import (
+    Timeline,
+    capitalised,
+    clause,
+    group_words,
+    is_gone,
+    ranks_words,
+    timeline,
+    verb,
+)
 from lightning_ncclsafe.rules.recorded.calls import has_dumps, has_logs, has_moved, record_of
 
 _SURVIVALS = 8
@@ -84,11 +93,12 @@ def unknowns(job: JobFacts) -> tuple[str, ...]:
 
 
 def _silence(view: Timeline) -> Iterator[str]:
+    # A rank whose process has ended does nothing any more.
+    alive = tuple(rank for rank in view.silent if not is_gone(view, rank))
     if not view.facts and view.silent:
         yield "No rank answered, so nothing is known about any of them."
-    elif view.silent:
-        names = ranks_words(view.silent)
-        yield f"{capitalised(names)} did not answer: what {verb(view.silent, 'it does', 'they do')} is unknown."
+    elif alive:
+        yield f"{capitalised(ranks_words(alive))} did not answer: what {verb(alive, 'it does', 'they do')} is unknown."
 
 
 def _moved(job: JobFacts) -> Iterator[str]:
