@@ -865,4 +865,6 @@ def test_batch_durations_are_recorded_with_and_without_workers(workers: int) -> 
     tuned = tuned_of(DataLoader(Slow(4)), workers)
     for _ in tuned.begin():
         time.sleep(0.05 * workers)  # what is waited for says nothing of a loader that is ahead
-    assert tuned._deadlines.of_batch(is_first=True) == 5.0  # and not 30, as where nothing is known
+    deadline_s = tuned._deadlines.of_batch(is_first=True)
+    # 30 s if nothing is known; on a busy machine, a batch may take longer than a sample sleeps.
+    assert deadline_s >= 5.0 and deadline_s != 30.0
