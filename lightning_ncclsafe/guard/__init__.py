@@ -6,6 +6,5 @@ log; ``participation`` answers for this rank, by ``gathering`` and ``reporter``;
 and ``ending`` makes the process exit, without saving. Beside that, ``leaving`` is how a rank leaves its call of the
 Trainer, ``group_timeouts`` sets the back end's limits, ``local_ranks`` and ``rank_hosts`` know the other ranks and
 their hosts, ``witness`` is a process beside a rank that is alone on its host, and ``restarts`` reads the plan of the
-previous start. Imports probes, the exchange, rules and report;
-Lightning is not known here.
+previous start. Imports probes, the exchange, rules and report; Lightning is not known here.
 """

@@ -41,7 +41,7 @@ from lightning_ncclsafe.report.terminal import say_on_stderr
 
 # What Python and the dynamic linker need, and nothing that would make it a rank of the job.
 _KEPT = ("CONDA", "HOME", "LANG", "LC_", "LD_", "PATH", "PYTHON", "RES_OPTIONS", "TMPDIR", "VIRTUAL_ENV")
-# It would not end, or end at a warning that the program knows to avoid.
+# With the first, it would not end; with the second, it might end at a warning that the program avoids.
 _DROPPED = ("PYTHONINSPECT", "PYTHONWARNINGS")
 # Modules of its working directory are not those of the program, and no backend of torch may take a device.
 _SET = {"PYTHONSAFEPATH": "1", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
@@ -81,7 +81,7 @@ class _AttendedCall:
 class Witness:
     """That process, as the rank beside it knows it: one for all calls of the Trainer, which starts with the first.
 
-    A rank is as well off without: if none can be started, that is printed once.
+    Training does not depend on it: if it cannot be started, that is printed once.
     """
 
     def __init__(self, say: Callable[[str], None] = say_on_stderr) -> None:
@@ -89,7 +89,7 @@ class Witness:
         self._socket: socket.socket | None = None
         # The last one is within all others.
         self._calls: list[bytes] = []
-        # Other systems cannot send without a signal; of programs in one file, another process would be another run.
+        # Other systems cannot send without SIGPIPE, and a frozen program would run once more.
         self._is_off = sys.platform != "linux" or hasattr(sys, "frozen")
 
     def begin(
@@ -156,7 +156,7 @@ class Witness:
                 cwd="/",
                 env=kept | _SET | {"PYTHONPATH": _search_path()},
                 stdin=other_end.fileno(),
-                # Whoever reads the output of a rank reads it until nobody is left who could write there.
+                # Who reads the output of a rank waits until no process can write to it any more.
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 timeout=_STARTS_S,
@@ -300,6 +300,8 @@ def _main() -> None:
         if attendance is not None:
             attendance.attend()
             if attendance.is_over:
+                # What ranks share by files goes with the last process that closes them.
+                attendance.close()
                 break
 
 

@@ -370,8 +370,8 @@ class GuardedStrategy(_ParallelStrategy):
             watched.finish()
         finally:
             self._watched = None
-            self._watch_saves(trainer)
             watched.close()
+            self._watch_saves(trainer)
 
     def _watch_saves(self, trainer: Any) -> None:
         """From now on, a call of ``save_checkpoint`` outside of those is watched, too: it needs all ranks as well."""

@@ -142,8 +142,10 @@ def test_how_a_rank_that_was_alone_has_ended(beside: Beside, monkeypatch: pytest
     beside.rank.wait()
     ended = beside.ask(1, SUSPECT)
     assert (ended.rank, ended.pid, ended.state) == (1, beside.rank.pid, "gone")
-    # It attends as long as the others may ask, and no longer.
+    # It attends as long as the others may ask, and no longer; the last one to leave removes the files.
+    beside.exchange.close()
     assert until(has_ended(process), within_s=STARTS_S)
+    assert not beside.folder.exists()
 
 
 def test_a_frozen_rank_is_killed_at_the_limit_once_the_others_have_left(beside: Beside) -> None:

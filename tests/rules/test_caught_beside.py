@@ -71,8 +71,8 @@ def test_a_rank_that_continues_without_memory() -> None:
     assert finding.location.endswith("train.py:31 in similarity")
     assert finding.summary.startswith(
         "Rank 1 has run out of memory on its GPU: it caught OutOfMemoryError: CUDA out of memory. Tried to allocate "
-        "3.81 GiB at train.py:31 in similarity, by `except RuntimeError:` (line 52), and continued, while the others "
-        "have not. Rank 0 called all_reduce"
+        "3.81 GiB at train.py:31 in similarity, in `except RuntimeError:` (line 52), and continued. Since then, its "
+        "calls differ from the others': rank 0 called all_reduce"
     )
     assert finding.summary.count("OutOfMemoryError") == 1
     within = Branch(line=50, test="except RuntimeError:  (line 52)", on="exception", handled_at="b.py:9 in retried")

@@ -16,7 +16,6 @@ from lightning_ncclsafe.rules.kit import (
     batch_words,
     branch_place,
     calls_words,
-    capitalised,
     clause,
     condition_words,
     error_words,
@@ -162,12 +161,12 @@ def _continued(view: Timeline, rank: int, error: CaughtException, split: Diverge
     frame = next((frame for frame in reversed(error.stack) if frame.user and frame.handler), None)
     handlers = (branch for branch in frame.branches if branch.on == "exception") if frame is not None else ()
     handler = next(iter(handlers), None)
-    by = f", by {condition_words(frame.handler)}" if frame is not None else ""
+    by = f", in {condition_words(frame.handler)}" if frame is not None else ""
     place = branch_place(frame, handler) if frame is not None and handler is not None else location_of(raised_at(error))
     at = at_words(raised_at(error))
     text = (
         f"Rank {rank} has run out of memory on its GPU: it caught {error_words(error)}{at}{by}, "
-        f"and continued, while the others have not. {capitalised(calls_words(view, split))}."
+        f"and continued. Since then, its calls differ from the others': {calls_words(view, split)}."
     )
     return finding(
         view,

@@ -274,8 +274,8 @@ def _idle_pool(facts: RankFacts) -> tuple[int, ...]:
 def _lost_task(view: Timeline, rank: int, processes: tuple[int, ...]) -> Finding:
     listed = f"process {processes[0]} waits" if len(processes) == 1 else f"all {len(processes)} processes wait"
     text = (
-        f"Rank {rank} waits for a result of its process pool, in which {listed} for a task: the one that had this task "
-        f"has probably ended, and the pool has replaced it without it: {where_words(view, rank)}"
+        f"Rank {rank} waits for a result of its process pool, in which {listed} for a task: the process that had the "
+        f"task has probably ended, and the pool has started another one without the task: {where_words(view, rank)}"
         f"{while_others_wait(view, (rank,))}."
     )
     facts = view.facts[rank]
