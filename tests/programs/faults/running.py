@@ -9,14 +9,16 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 from hosts import hosts
 from truths import Case
-from warm import Running, Warm, environment, ranks_of
+from warm import Running, Warm, environment, free_port, ranks_of
 
 import lightning_ncclsafe
 
@@ -88,6 +90,7 @@ def run_case(
     wait: Wait | None = None,
     on_gpu: bool = False,
     on_hosts: bool = False,
+    launcher: str = "",
 ) -> Outcome:
     """Runs a case until there is a verdict, or its ranks have ended, or `LIMIT_S` is over; or as `wait` does it.
 
@@ -99,8 +102,11 @@ def run_case(
         wait: Another way to wait for a verdict.
         on_gpu: Whether the ranks share one GPU and communicate with NCCL.
         on_hosts: Whether the ranks are spread over hosts, two where that is possible.
+        launcher: Of `LAUNCHERS`, what starts the ranks; empty if each is started by itself, as clusters do.
     """
     options = [strategy, str(suspect_after_s)]
+    if launcher:
+        return _run_in(warm, case, nullcontext([{}]), options, wait or _wait, LAUNCHERS[launcher])
     if not on_gpu:
         return _run_in(warm, case, _environments(case, on_hosts), options, wait or _wait)
     for backend in _ON_GPU:
@@ -111,15 +117,37 @@ def run_case(
 
 
 Environments = AbstractContextManager[list[dict[str, str]]]
+Launcher = Callable[[int], list[str]]
 
 
-def _run_in(warm: Warm, case: Case, environments: Environments, options: list[str], wait: Wait) -> Outcome:
+def _by_lightning(world_size: int) -> list[str]:
+    """The program is rank 0, which starts the others when its Trainer is asked to train."""
+    return []
+
+
+def _by_torchrun(world_size: int) -> list[str]:
+    address = ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+    return ["-m", "torch.distributed.run", "--nproc-per-node", str(world_size), *address]
+
+
+LAUNCHERS: dict[str, Launcher] = {"lightning": _by_lightning, "torchrun": _by_torchrun}
+"""What comes before a program that is started once for all ranks, by the name of what starts them."""
+
+
+def _run_in(
+    warm: Warm,
+    case: Case,
+    environments: Environments,
+    options: list[str],
+    wait: Wait,
+    launcher: Launcher | None = None,
+) -> Outcome:
     folder = Path(tempfile.mkdtemp(prefix="fault-"))
     try:
         if not PERMITTED.get(case.scenario.needs, lambda: True)():
             raise PermissionError(f"it needs {case.scenario.needs}")
         with environments as envs:
-            return _run(warm, case, folder, envs, options, wait)
+            return _run(warm, case, folder, envs, options, wait, launcher)
     except PermissionError as error:
         return Outcome(skipped=str(error))
     finally:
@@ -153,13 +181,24 @@ def _on_gpu(case: Case, backend: str) -> Iterator[list[dict[str, str]]]:
         yield [env | one_gpu.sharing(rank) | {"GPU_BACKEND": backend} for rank, env in enumerate(envs)]
 
 
-def _run(warm: Warm, case: Case, folder: Path, envs: list[dict[str, str]], options: list[str], wait: Wait) -> Outcome:
+def _run(
+    warm: Warm,
+    case: Case,
+    folder: Path,
+    envs: list[dict[str, str]],
+    options: list[str],
+    wait: Wait,
+    launcher: Launcher | None,
+) -> Outcome:
     argv = [str(PROGRAM), case.scenario.run.__module__, case.name, str(folder), *options]
+    children = 0
+    if launcher is not None:
+        argv, children = launcher(case.world_size) + argv, case.world_size
     running: list[Running | Cold] = []
     left: list[Running | Cold] = []
     with (folder / "output").open("wb") as output:
         try:
-            start = Cold if case.scenario.is_cold else warm.start
+            start = Cold if case.scenario.is_cold else partial(warm.start, children=children)
             for env in envs:
                 one = environment() | env | {"TORCH_FR_DUMP_TEMP_FILE": str(folder / _DUMP)}
                 running.append(start(argv, output=output.fileno(), cwd=folder, env=one))
@@ -168,6 +207,7 @@ def _run(warm: Warm, case: Case, folder: Path, envs: list[dict[str, str]], optio
         finally:
             for program in running:
                 program.end_session()
+            _end_launched(folder)
             # What is frozen ends once it is thawed, and whatever was to thaw it may be frozen as well.
             with suppress(OSError):
                 (FREEZER / folder.name / "freezer.state").write_text("THAWED")
@@ -176,6 +216,14 @@ def _run(warm: Warm, case: Case, folder: Path, envs: list[dict[str, str]], optio
     said = (folder / "output").read_text(errors="replace")
     dumps = {int(path.name.removeprefix(_DUMP)): path.read_bytes() for path in folder.glob(f"{_DUMP}*")}
     return Outcome(report=report[0], delay_s=report[1], exit_codes=codes, output=said, dumps=dumps)
+
+
+def _end_launched(folder: Path) -> None:
+    """What torchrun starts has sessions of its own."""
+    for process in psutil.process_iter(["cwd"]):
+        if process.info["cwd"] == str(folder):
+            with suppress(psutil.Error):
+                process.kill()
 
 
 class Cold:

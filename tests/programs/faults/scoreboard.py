@@ -20,7 +20,7 @@ from catalogue import CASES  # noqa: E402
 from recorded import recorded_cases, score_recording  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
-from running import SUSPECT_AFTER_S, Outcome, run_case  # noqa: E402
+from running import LAUNCHERS, SUSPECT_AFTER_S, Outcome, run_case  # noqa: E402
 from scores import (  # noqa: E402
     Row,
     Score,
@@ -53,6 +53,7 @@ class Options:
         suspect_after_s: After how many seconds ranks are asked.
         on_gpu: Whether the ranks of a case share one GPU and communicate with NCCL.
         on_hosts: Whether they are spread over hosts.
+        launcher: What starts them; empty if each is started by itself.
         reports: Where the report on each case is kept; None where none is.
     """
 
@@ -60,13 +61,21 @@ class Options:
     suspect_after_s: float
     on_gpu: bool = False
     on_hosts: bool = False
+    launcher: str = ""
     reports: Path | None = None
 
 
 def judged(warm: Warm, case: Case, how: Options) -> Score:
     """Runs a case and compares what was said with the truth."""
-    where = {"on_gpu": how.on_gpu, "on_hosts": how.on_hosts}
-    outcome = run_case(warm, case, strategy=how.strategy, suspect_after_s=how.suspect_after_s, **where)
+    outcome = run_case(
+        warm,
+        case,
+        strategy=how.strategy,
+        suspect_after_s=how.suspect_after_s,
+        on_gpu=how.on_gpu,
+        on_hosts=how.on_hosts,
+        launcher=how.launcher,
+    )
     if how.reports is not None:
         _keep(outcome, how.reports / case.name)
     if outcome.skipped:
@@ -185,6 +194,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--suspect-after", type=float, default=SUSPECT_AFTER_S, help="seconds (default: %(default)s)")
     parser.add_argument("--gpu", action="store_true", help="ranks share one GPU and communicate with NCCL")
     parser.add_argument("--hosts", action="store_true", help="ranks are spread over hosts (as root, in namespaces)")
+    parser.add_argument("--launcher", choices=LAUNCHERS, default="", help="what starts all ranks of a training")
     parser.add_argument("--reports", type=Path, metavar="FOLDER", help="keep each case's report and output there")
     parser.add_argument("--at-once", type=int, default=AT_ONCE, help="cases that run at a time (default: %(default)s)")
     parser.add_argument("--repeat", type=int, default=1, help="how often each training is run (default: 1)")
@@ -206,6 +216,7 @@ def main() -> None:
         suspect_after_s=options.suspect_after,
         on_gpu=options.gpu,
         on_hosts=options.hosts,
+        launcher=options.launcher,
         reports=options.reports,
     )
     for score in chain(found, scored(trainings, how, options.at_once)):

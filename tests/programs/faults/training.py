@@ -273,6 +273,9 @@ QUICK_S = {"FLOOR_S": 2.5, "UNKNOWN_S": 6.0, "DEFAULT_SUSPECT_AFTER_S": 6.0, "LO
 
 
 def rank_of_environment() -> int:
+    """Of a program without a rank it is 0: Lightning starts the other ranks from there."""
+    if "LOCAL_RANK" not in os.environ:
+        return 0
     of_hosts_before = (
         int(os.environ.get("NODE_RANK", 0)) * int(os.environ["WORLD_SIZE"]) // int(os.environ.get("NODES", 1))
     )
