@@ -350,7 +350,8 @@ def key_read_by_one_rank(net: Backend) -> JobFacts:
     facts = key_of_one_rank(net)
     ranks = {one.rank: one for one in facts.ranks}
     reading = ranks[1]
-    ranks[1] = replace(reading, stack=(*reading.stack[:1], line, READ, *(f for f in reading.stack[1:] if not f.user)))
+    hooks = [one for one in reading.stack if not one.user]
+    ranks[1] = replace(reading, stack=(*hooks[:1], line, READ, *hooks[1:]))
     return ordered(ranks)
 
 

@@ -32,6 +32,7 @@ from lightning_ncclsafe.rules.kit import (
     is_in,
     is_in_action,
     joined,
+    last_user,
     location_of,
     others_wait,
     out_of_data_first,
@@ -104,7 +105,9 @@ def diverged_log_keys(view: Timeline) -> Iterator[Finding]:
 
 def _reads(facts: RankFacts) -> bool:
     """Whether the user's code reads logged values, as in ``trainer.callback_metrics``, which reduces them."""
-    return is_in(LOGGED_VALUES_READ, below_user(facts.stack))
+    # The progress bar and checkpoints of Lightning read them, too, on all ranks.
+    hooks = inside_trainer(facts.stack)
+    return last_user(hooks) >= 0 and is_in(LOGGED_VALUES_READ, below_user(hooks))
 
 
 def _by_keys(view: Timeline, reducing: tuple[int, ...]) -> Iterator[Finding]:

@@ -17,6 +17,7 @@ from lightning_ncclsafe.rules.kit import (
     finding,
     hang_rule,
     how_we_know,
+    in_sanity_check,
     location_of,
     presented_stage,
     ranks_words,
@@ -59,7 +60,7 @@ def unpresented_loader(view: Timeline) -> Iterator[Finding]:
     """
     presenting = {rank: stage for rank, facts in view.facts.items() if (stage := presented_stage(facts))}
     elsewhere = tuple(sorted(view.facts.keys() - presenting.keys() - set(view.raised) - _has_left(view, presenting)))
-    if presenting and elsewhere:
+    if presenting and elsewhere and not _left_sanity_check(view, presenting, elsewhere):
         alone = tuple(rank for rank in sorted(presenting) if condition_of(view, rank))
         yield (
             _alone(view, presenting, elsewhere)
@@ -72,6 +73,12 @@ def _has_left(view: Timeline, presenting: dict[int, str]) -> set[int]:
     """Ranks that were in this comparison and have given it up: the others do not wait for them."""
     left = {f"{AGREEMENT}{stage}" for stage in presenting.values()}
     return {rank for rank, facts in view.facts.items() if facts.progress.last_action in left}
+
+
+def _left_sanity_check(view: Timeline, presenting: dict[int, str], elsewhere: tuple[int, ...]) -> bool:
+    """Whether all have been in the sanity check, where the others wait in a collective that is not made by all."""
+    have_validated = all(view.facts[rank].steps.validated > 0 for rank in presenting)
+    return have_validated and all(map(view.waits, elsewhere)) and {*elsewhere} <= {*in_sanity_check(view)}
 
 
 def _asked_at(view: Timeline, presenting: dict[int, str]) -> Frame | None:

@@ -14,8 +14,9 @@ from lightning_ncclsafe.rules.kit.user_lines import in_own_call
 from lightning_ncclsafe.rules.kit.waits import different_waits, under_rank_condition
 
 _EXCHANGE_OF_GRADIENTS = BACKWARD | DDP | FSDP
-_PAST_VALIDATION = 3
+_PAST_VALIDATION, _END_OF_EPOCH, _FINISHED = 3, 4, 5
 _LOOPS = (Phase.TRAIN, Phase.VALIDATE, Phase.TEST, Phase.PREDICT)
+_VALIDATIONS = (Phase.SANITY_CHECK, Phase.VALIDATE)
 _IN_BATCH = ("_step", "backward", "forward", "on_train_batch_start", "on_before_zero_grad", "on_after_backward")
 _PAST_BATCHES = tuple(f"on_{loop}_epoch_end" for loop in ("train", "validation", "test", "predict"))
 
@@ -24,9 +25,9 @@ class Position(NamedTuple):
     """A rank's position in the run; later positions compare greater.
 
     Attributes:
-        epoch: Current epoch.
+        epoch: Current epoch; -1 before training, for which the sanity check is a validation.
         stage: 0 in training (or test) batches, 1 past the last one, 2 in validation batches, 3 past the last one of
-            these, 4 finished; -1 before training.
+            these, 4 in a hook at the end of the epoch, 5 finished; -1 before the first batch of any.
         batch: Index of the batch.
     """
 
@@ -62,14 +63,18 @@ def _is_in_loop(progress: Progress) -> bool:
 def _position(facts: RankFacts) -> Position:
     progress = facts.progress
     if progress.phase is Phase.FINISHED:
-        return Position(float("inf"), 4, progress.batch_idx)
-    if progress.phase in (Phase.INIT, Phase.SANITY_CHECK):
+        return Position(float("inf"), _FINISHED, progress.batch_idx)
+    if progress.phase is Phase.INIT:
         return Position(-1, -1, progress.batch_idx)
-    stage = 2 if progress.phase is Phase.VALIDATE else 0
+    stage = 2 if progress.phase in _VALIDATIONS else 0
     # This may not have been the last batch of its data: a StopIteration ends an epoch, too.
     is_past = _past_last_batch(progress) and not _raised_in_batch(facts)
     is_past = is_past or (stage == 0 and is_in(END_OF_EPOCH, facts.stack))
-    return Position(progress.epoch, stage + is_past, progress.batch_idx)
+    if stage == 0 and any(hook_words(action.name).endswith("on_train_epoch_end") for action in progress.actions):
+        # It follows the epoch's validation.
+        return Position(progress.epoch, _END_OF_EPOCH, progress.batch_idx)
+    epoch = -1 if progress.phase is Phase.SANITY_CHECK else progress.epoch
+    return Position(epoch, stage + is_past, progress.batch_idx)
 
 
 def _raised_in_batch(facts: RankFacts) -> bool:
@@ -110,6 +115,7 @@ def out_of_data_first(view: Timeline) -> tuple[int, ...]:
         or _validated_it(view, ended, still)
         or _before_batches(view, still)
         or finished_ahead(view) is not None
+        or not _went_through_sanity_check(view, ended)
     )
     return () if is_alone or is_even or _may_be_left_behind(view, ended, still) else ended
 
@@ -220,10 +226,10 @@ def _equally_many(view: Timeline, ended: tuple[int, ...], still: tuple[int, ...]
     loops = {view.facts[rank].progress.phase for rank in still}
     facts = [view.facts[rank] for rank in (*ended, *still)]
     # A rank that has left validation for the next epoch no longer shows how many batches it had there.
-    if Phase.VALIDATE in loops:
-        facts = [each for each in facts if each.progress.phase is Phase.VALIDATE]
+    if not loops.isdisjoint(_VALIDATIONS):
+        facts = [each for each in facts if each.progress.phase in _VALIDATIONS]
     progress = [each.progress for each in facts]
-    is_one_loop = len({now.phase is Phase.VALIDATE for now in progress}) == 1 and len(facts) > len(still)
+    is_one_loop = len({now.phase in _VALIDATIONS for now in progress}) == 1 and len(facts) > len(still)
     may_be_last = all(now.is_last_batch for now in progress) or not any(map(_has_known_length, facts))
     is_one_batch = len({(now.epoch, now.batch_idx) for now in progress}) == 1 and progress[0].batch_idx >= 0
     return is_one_loop and may_be_last and is_one_batch
@@ -232,12 +238,25 @@ def _equally_many(view: Timeline, ended: tuple[int, ...], still: tuple[int, ...]
 def _before_batches(view: Timeline, still: tuple[int, ...]) -> bool:
     """Whether these ranks wait in a hook before the first batch of a validation, so that no batch is missing yet."""
     places = [view.facts[rank].progress for rank in still]
-    return all(now.phase is Phase.VALIDATE and now.batch_idx < 0 and not _is_in_loop(now) for now in places)
+    return all(now.phase in _VALIDATIONS and now.batch_idx < 0 and not _is_in_loop(now) for now in places)
 
 
 def _validated(view: Timeline) -> dict[int, int]:
     """How many batches each rank has validated, as far as known."""
+    if in_sanity_check(view):
+        # After it, the Trainer's own count is reset.
+        return {rank: facts.steps.validated for rank, facts in view.facts.items()}
     return {rank: trainer.validated for rank, trainer in view.trainers.items()}
+
+
+def _went_through_sanity_check(view: Timeline, ended: tuple[int, ...]) -> bool:
+    """False for ranks that have validated nothing when others are in the sanity check: they may have left it out."""
+    return not in_sanity_check(view) or all(view.facts[rank].steps.validated > 0 for rank in ended)
+
+
+def in_sanity_check(view: Timeline) -> tuple[int, ...]:
+    """The ranks in the sanity check, ascending."""
+    return tuple(rank for rank, facts in sorted(view.facts.items()) if facts.progress.phase is Phase.SANITY_CHECK)
 
 
 def _validated_less(view: Timeline, ended: tuple[int, ...], still: tuple[int, ...]) -> bool:
@@ -256,14 +275,13 @@ def _ends_validated_batch(progress: Progress) -> bool:
 
 
 def _validated_it(view: Timeline, ended: tuple[int, ...], still: tuple[int, ...]) -> bool:
-    """Whether the ranks that have left validation have also completed the batch in which the others wait."""
-    if any(view.facts[rank].progress.phase is not Phase.VALIDATE for rank in still):
+    """Whether the ranks past the batches of validation have also completed the batch in which the others wait."""
+    if any(view.facts[rank].progress.phase not in _VALIDATIONS for rank in still):
         return False
     if without_validation(view, ended, still):
         return False
-    have_left = all(view.facts[rank].progress.phase is not Phase.VALIDATE for rank in ended)
     validated = _validated(view)
-    if not have_left or not validated.keys() >= {*ended, *still}:
+    if not validated.keys() >= {*ended, *still}:
         return False
     return min(validated[rank] for rank in ended) > max(validated[rank] for rank in still)
 

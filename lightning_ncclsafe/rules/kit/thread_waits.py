@@ -44,7 +44,7 @@ def with_threads(findings: Iterable[Finding], job: JobFacts) -> list[Finding]:
 def _with_lock(finding: Finding, facts: RankFacts) -> Finding:
     lock = facts.thread_lock
     assert lock is not None
-    frame = deepest_user_frame(lock.stack) if not lock.is_own else None
+    frame = (deepest_user_frame(lock.stack) or next(reversed(lock.stack), None)) if not lock.is_own else None
     where = f"; it is {place_words(frame)}" if frame is not None else ""
     holder = "the same thread has already taken" if lock.is_own else f"its thread {lock.thread!r} has taken"
     text = f"Rank {facts.rank} waits there for `{lock.lock}`, which {holder}{at_words(lock.taken_at)}{where}."

@@ -242,7 +242,7 @@ def _in_calls_of_their_own(view: Timeline, ranks: tuple[int, ...]) -> dict[int, 
     what they called in every step before, they are the ones.
     """
     inside = {rank: inside_trainer(stack_of(view, rank)) for rank in ranks}
-    own = {rank: why for rank, stack in inside.items() if (why := _own_call(stack))}
+    own = {rank: why for rank, stack in inside.items() if (why := _own_call(view, rank, stack))}
     others = tuple(rank for rank in ranks if rank not in own)
     if not own or len(own) != len(others) or not all(map(inside.__getitem__, others)):
         return {}
@@ -258,12 +258,18 @@ def _in_calls_of_their_own(view: Timeline, ranks: tuple[int, ...]) -> dict[int, 
     return {rank: words.format(call_words(call)) for rank, (call, _) in skipped.items()}
 
 
-def _own_call(stack: tuple[Frame, ...]) -> str:
-    if is_in(MODEL_CHECKPOINT, stack):
+def _own_call(view: Timeline, rank: int, stack: tuple[Frame, ...]) -> str:
+    if is_in(MODEL_CHECKPOINT, stack) and not _saves_on_all_ranks(view, rank):
         return "in ModelCheckpoint, which decides on each rank whether to save, from the value that it monitors there"
     if deepest_user_frame(stack) is not None:
         return "in a call of the user's code, while the others are in one that Lightning makes on all ranks"
     return ""
+
+
+def _saves_on_all_ranks(view: Timeline, rank: int) -> bool:
+    """Whether a rank is in a ModelCheckpoint that monitors no value."""
+    actions = view.facts[rank].progress.actions if rank in view.facts else ()
+    return any("ModelCheckpoint{'monitor': None," in action.name for action in actions)
 
 
 def skipped_call(view: Timeline, rank: int, *, of_any_group: bool = False) -> tuple[Collective, int] | None:

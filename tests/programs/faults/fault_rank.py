@@ -35,7 +35,7 @@ def main() -> None:
         if not case.scenario.real_time:
             quick_patience()
     layout = {"num_nodes": int(os.environ.get("NODES", 1)), "gpu_backend": os.environ.get("GPU_BACKEND", "")}
-    case.scenario.run(here.with_(**layout))
+    case.scenario.run(here.with_(**layout, has_defaults="TRAINER_DEFAULTS" in os.environ))
 
 
 if __name__ == "__main__":

@@ -91,6 +91,7 @@ def run_case(
     on_gpu: bool = False,
     on_hosts: bool = False,
     launcher: str = "",
+    has_defaults: bool = False,
 ) -> Outcome:
     """Runs a case until there is a verdict, or its ranks have ended, or `LIMIT_S` is over; or as `wait` does it.
 
@@ -103,14 +104,22 @@ def run_case(
         on_gpu: Whether the ranks share one GPU and communicate with NCCL.
         on_hosts: Whether the ranks are spread over hosts, two where that is possible.
         launcher: Of `LAUNCHERS`, what starts the ranks; empty if each is started by itself, as clusters do.
+        has_defaults: Whether Trainers have a logger, checkpoints, a progress bar and a sanity check, as by default.
     """
-    options = [strategy, str(suspect_after_s)]
+    one = _Run(
+        warm=warm,
+        case=case,
+        options=[strategy, str(suspect_after_s)],
+        wait=wait or _wait,
+        launcher=LAUNCHERS[launcher] if launcher else None,
+        env={"TRAINER_DEFAULTS": "1"} if has_defaults else {},
+    )
     if launcher:
-        return _run_in(warm, case, nullcontext([{}]), options, wait or _wait, LAUNCHERS[launcher])
+        return one.in_environments(nullcontext([{}]))
     if not on_gpu:
-        return _run_in(warm, case, _environments(case, on_hosts), options, wait or _wait)
+        return one.in_environments(_environments(case, on_hosts))
     for backend in _ON_GPU:
-        outcome = _run_in(warm, case, _on_gpu(case, backend), options, wait or _wait)
+        outcome = one.in_environments(_on_gpu(case, backend))
         if _NEEDS_GLOO not in outcome.output:
             break
     return outcome
@@ -134,26 +143,68 @@ LAUNCHERS: dict[str, Launcher] = {"lightning": _by_lightning, "torchrun": _by_to
 """What comes before a program that is started once for all ranks, by the name of what starts them."""
 
 
-def _run_in(
-    warm: Warm,
-    case: Case,
-    environments: Environments,
-    options: list[str],
-    wait: Wait,
-    launcher: Launcher | None = None,
-) -> Outcome:
-    folder = Path(tempfile.mkdtemp(prefix="fault-"))
-    try:
-        if not PERMITTED.get(case.scenario.needs, lambda: True)():
-            raise PermissionError(f"it needs {case.scenario.needs}")
-        with environments as envs:
-            return _run(warm, case, folder, envs, options, wait, launcher)
-    except PermissionError as error:
-        return Outcome(skipped=str(error))
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        for one in CGROUPS:
-            _leave(one / folder.name)
+@dataclass(frozen=True, kw_only=True)
+class _Run:
+    """How the ranks of a case are started and waited for.
+
+    Attributes:
+        warm: What they are forked from.
+        case: The case.
+        options: The last arguments of `PROGRAM`.
+        wait: How a verdict is waited for.
+        launcher: What starts them; None if each is started by itself.
+        env: What is added to the environment of each.
+    """
+
+    warm: Warm
+    case: Case
+    options: list[str]
+    wait: Wait
+    launcher: Launcher | None
+    env: dict[str, str]
+
+    def in_environments(self, environments: Environments) -> Outcome:
+        folder = Path(tempfile.mkdtemp(prefix="fault-"))
+        try:
+            if not PERMITTED.get(self.case.scenario.needs, lambda: True)():
+                raise PermissionError(f"it needs {self.case.scenario.needs}")
+            with environments as envs:
+                return self._outcome(folder, envs)
+        except PermissionError as error:
+            return Outcome(skipped=str(error))
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+            for one in CGROUPS:
+                _leave(one / folder.name)
+
+    def _outcome(self, folder: Path, envs: list[dict[str, str]]) -> Outcome:
+        argv = [str(PROGRAM), self.case.scenario.run.__module__, self.case.name, str(folder), *self.options]
+        children = 0
+        if self.launcher is not None:
+            argv, children = self.launcher(self.case.world_size) + argv, self.case.world_size
+        running: list[Running | Cold] = []
+        left: list[Running | Cold] = []
+        with (folder / "output").open("wb") as output:
+            try:
+                start = Cold if self.case.scenario.is_cold else partial(self.warm.start, children=children)
+                for env in envs:
+                    one = environment() | env | self.env | {"TORCH_FR_DUMP_TEMP_FILE": str(folder / _DUMP)}
+                    running.append(start(argv, output=output.fileno(), cwd=folder, env=one))
+                left = [*running]
+                report, codes = self.wait(self.case, folder, left)
+            finally:
+                for program in running:
+                    program.end_session()
+                if self.launcher is not None:
+                    _end_launched(folder)
+                # What is frozen ends once it is thawed, and whatever was to thaw it may be frozen as well.
+                with suppress(OSError):
+                    (FREEZER / folder.name / "freezer.state").write_text("THAWED")
+                for program in left:
+                    program.wait(END_S)
+        said = (folder / "output").read_text(errors="replace")
+        dumps = {int(path.name.removeprefix(_DUMP)): path.read_bytes() for path in folder.glob(f"{_DUMP}*")}
+        return Outcome(report=report[0], delay_s=report[1], exit_codes=codes, output=said, dumps=dumps)
 
 
 def _leave(group: Path) -> None:
@@ -179,43 +230,6 @@ def _environments(case: Case, on_hosts: bool) -> Iterator[list[dict[str, str]]]:
 def _on_gpu(case: Case, backend: str) -> Iterator[list[dict[str, str]]]:
     with _environments(case, on_hosts=False) as envs:
         yield [env | one_gpu.sharing(rank) | {"GPU_BACKEND": backend} for rank, env in enumerate(envs)]
-
-
-def _run(
-    warm: Warm,
-    case: Case,
-    folder: Path,
-    envs: list[dict[str, str]],
-    options: list[str],
-    wait: Wait,
-    launcher: Launcher | None,
-) -> Outcome:
-    argv = [str(PROGRAM), case.scenario.run.__module__, case.name, str(folder), *options]
-    children = 0
-    if launcher is not None:
-        argv, children = launcher(case.world_size) + argv, case.world_size
-    running: list[Running | Cold] = []
-    left: list[Running | Cold] = []
-    with (folder / "output").open("wb") as output:
-        try:
-            start = Cold if case.scenario.is_cold else partial(warm.start, children=children)
-            for env in envs:
-                one = environment() | env | {"TORCH_FR_DUMP_TEMP_FILE": str(folder / _DUMP)}
-                running.append(start(argv, output=output.fileno(), cwd=folder, env=one))
-            left = [*running]
-            report, codes = wait(case, folder, left)
-        finally:
-            for program in running:
-                program.end_session()
-            _end_launched(folder)
-            # What is frozen ends once it is thawed, and whatever was to thaw it may be frozen as well.
-            with suppress(OSError):
-                (FREEZER / folder.name / "freezer.state").write_text("THAWED")
-            for program in left:
-                program.wait(END_S)
-    said = (folder / "output").read_text(errors="replace")
-    dumps = {int(path.name.removeprefix(_DUMP)): path.read_bytes() for path in folder.glob(f"{_DUMP}*")}
-    return Outcome(report=report[0], delay_s=report[1], exit_codes=codes, output=said, dumps=dumps)
 
 
 def _end_launched(folder: Path) -> None:

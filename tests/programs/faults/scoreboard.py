@@ -54,6 +54,7 @@ class Options:
         on_gpu: Whether the ranks of a case share one GPU and communicate with NCCL.
         on_hosts: Whether they are spread over hosts.
         launcher: What starts them; empty if each is started by itself.
+        has_defaults: Whether Trainers have what they have by default.
         reports: Where the report on each case is kept; None where none is.
     """
 
@@ -62,6 +63,7 @@ class Options:
     on_gpu: bool = False
     on_hosts: bool = False
     launcher: str = ""
+    has_defaults: bool = False
     reports: Path | None = None
 
 
@@ -75,6 +77,7 @@ def judged(warm: Warm, case: Case, how: Options) -> Score:
         on_gpu=how.on_gpu,
         on_hosts=how.on_hosts,
         launcher=how.launcher,
+        has_defaults=how.has_defaults,
     )
     if how.reports is not None:
         _keep(outcome, how.reports / case.name)
@@ -195,6 +198,8 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--gpu", action="store_true", help="ranks share one GPU and communicate with NCCL")
     parser.add_argument("--hosts", action="store_true", help="ranks are spread over hosts (as root, in namespaces)")
     parser.add_argument("--launcher", choices=LAUNCHERS, default="", help="what starts all ranks of a training")
+    defaults = "Trainers have a logger, checkpoints, a progress bar and a sanity check"
+    parser.add_argument("--trainer-defaults", action="store_true", help=defaults)
     parser.add_argument("--reports", type=Path, metavar="FOLDER", help="keep each case's report and output there")
     parser.add_argument("--at-once", type=int, default=AT_ONCE, help="cases that run at a time (default: %(default)s)")
     parser.add_argument("--repeat", type=int, default=1, help="how often each training is run (default: 1)")
@@ -217,6 +222,7 @@ def main() -> None:
         on_gpu=options.gpu,
         on_hosts=options.hosts,
         launcher=options.launcher,
+        has_defaults=options.trainer_defaults,
         reports=options.reports,
     )
     for score in chain(found, scored(trainings, how, options.at_once)):

@@ -27,6 +27,14 @@ STOCK_TIMEOUT_S = 15.0
 """After how long Lightning alone ends a collective, where it is run to be compared."""
 
 Act = Callable[["Net"], Any]
+_ONLY_THE_LOOPS = {
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "num_sanity_val_steps": 0,
+    "log_every_n_steps": 1,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +51,7 @@ class Here:
             which as ``"PatientDDPStrategy"`` waits for longer, ``"FSDPStrategy"``, ``"ModelParallelStrategy"``.
         num_nodes: Number of hosts.
         gpu_backend: The back end where ranks share a GPU; empty on CPUs.
+        has_defaults: Whether Trainers have a logger, checkpoints, a progress bar and a sanity check, as by default.
     """
 
     case: Case
@@ -53,6 +62,7 @@ class Here:
     strategy_name: str = "SafeDDP"
     num_nodes: int = 1
     gpu_backend: str = ""
+    has_defaults: bool = False
 
     @property
     def world_size(self) -> int:
@@ -91,15 +101,7 @@ class Here:
         return SafeDDP(**limits)
 
     def trainer(self, *, strategy: Any = None, **more: Any) -> L.Trainer:
-        usual = {
-            "max_epochs": 2,
-            "logger": False,
-            "enable_checkpointing": False,
-            "enable_progress_bar": False,
-            "enable_model_summary": False,
-            "num_sanity_val_steps": 0,
-            "log_every_n_steps": 1,
-        }
+        usual = {"max_epochs": 2} | ({} if self.has_defaults else _ONLY_THE_LOOPS)
         return L.Trainer(
             accelerator=SharedGPU() if self.gpu_backend else "cpu",
             devices=self.world_size // self.num_nodes,
