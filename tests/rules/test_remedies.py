@@ -134,5 +134,14 @@ def exit_of(rank: RankFacts) -> Finding:
     return first(job(raised(rank, "SystemExit", "", RUN, user("loaded", 229)), GLOO.waiting(1, seq=61), world=2))
 
 
+def test_an_exit_from_an_error_is_told_with_that_error() -> None:
+    rank = raised(GLOO.working(0, seq=60), "SystemExit", "", RUN, user("loaded", 229))
+    assert rank.exception is not None
+    rank = replace(rank, exception=replace(rank.exception, handled="EOFError: Ran out of input"))
+    summary = first(job(rank, GLOO.waiting(1, seq=61), world=2)).summary
+    assert summary.endswith(". It exited while it handled EOFError: Ran out of input.")
+    assert "handled" not in exit_of(GLOO.working(0, seq=60)).summary
+
+
 def test_an_exception_without_a_message_has_no_colon() -> None:
     assert texts(exit_of(GLOO.working(0, seq=60)), "exception") == ["SystemExit"]

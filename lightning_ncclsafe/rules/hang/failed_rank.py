@@ -144,7 +144,7 @@ def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
     return finding(
         view,
         ranks,
-        joined((text, mixed, named)),
+        joined((text, mixed, named, _handled_words(exception))),
         severity=Severity.ERROR,
         confidence=Confidence.CERTAIN if split is None else Confidence.LIKELY,
         location=named_at or location_of(line),
@@ -207,6 +207,11 @@ def _raised_words(exception: ExceptionFacts) -> str:
     if exception.type == _INTERRUPT:
         return f"was interrupted ({_INTERRUPT}: SIGINT, as by Ctrl-C)"
     return f"raised {exception.type}: {_gist(exception.message)}" if exception.message else f"raised {exception.type}"
+
+
+def _handled_words(exception: ExceptionFacts) -> str:
+    """The error because of which a rank may have exited, as a sentence; empty if it handled none."""
+    return f"It exited while it handled {_gist(exception.handled)}." if exception.handled else ""
 
 
 def _line_in_worker(message: str) -> Frame | None:
