@@ -143,5 +143,12 @@ def test_an_exit_from_an_error_is_told_with_that_error() -> None:
     assert "handled" not in exit_of(GLOO.working(0, seq=60)).summary
 
 
+def test_the_traceback_of_a_worker_is_no_part_of_what_was_raised() -> None:
+    told = "Caught KeyError in DataLoader worker process 0."
+    message = f"{told}\nOriginal Traceback (most recent call last):\n  File \"/a.py\", line 3, in f\n\nKeyError: 'x'\n"
+    finding = first(job(raised(GLOO.working(0, seq=60), "KeyError", message, RUN), GLOO.waiting(1, seq=61), world=2))
+    assert texts(finding, "exception") == [f"KeyError: {told} KeyError: 'x'"]
+
+
 def test_an_exception_without_a_message_has_no_colon() -> None:
     assert texts(exit_of(GLOO.working(0, seq=60)), "exception") == ["SystemExit"]

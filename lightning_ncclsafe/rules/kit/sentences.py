@@ -369,8 +369,11 @@ def exception_evidence(facts: RankFacts) -> Iterator[Evidence]:
 
 
 def exception_words(exception: ExceptionFacts) -> str:
-    """``"ValueError: bad label"``, as Python prints it."""
-    return f"{exception.type}: {exception.message}" if exception.message else exception.type
+    """``"ValueError: bad label"``, as Python prints it; without the traceback that a loader's worker has sent."""
+    message = exception.message
+    if message.startswith("Caught ") and len(lines := [line for line in message.splitlines() if line.strip()]) > 1:
+        message = f"{lines[0]} {lines[-1].strip()}"
+    return f"{exception.type}: {message}" if message else exception.type
 
 
 def tried_words(host: SilentHost | TriedAddress) -> str:
