@@ -313,6 +313,8 @@ POOL_RESULT = _in(_PYTHON, "multiprocessing/pool.py", functions="get")
 POOL_PROCESS = _in(_PYTHON, "multiprocessing/pool.py", functions="worker")
 # Called by the latter: waits for a task.
 POOL_TASK = _in(_PYTHON, "multiprocessing/queues.py", functions="get")
+# Takes a lock that processes share; those of threads have no Python frame.
+TAKES_SHARED_LOCK = _in(_PYTHON, "multiprocessing/synchronize.py", functions="__enter__")
 WAITS_FOR_OTHERS = WAITS_FOR_PROCESSES | _in(_PYTHON, "threading.py")
 WAITS_FOR_THREADS = _in(_PYTHON, "queue.py") | _in(_PYTHON, "threading.py", functions="wait wait_for join acquire")
 _FILELOCK = _package("filelock")

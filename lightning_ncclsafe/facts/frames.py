@@ -93,12 +93,14 @@ class ExceptionFacts:
         stack: Where it was raised, outermost frame first.
         is_consequence: Whether it only reports that a peer is gone or a collective failed (a transport error), so that
             the cause is elsewhere.
+        handled: Of an exit, class name and text of the exception that was being handled, cut to 400 characters.
     """
 
     type: str
     message: str
     stack: tuple[Frame, ...] = ()
     is_consequence: bool = False
+    handled: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -50,6 +50,8 @@ class Progress:
         is_last_batch: Whether the current loop's data ended with this batch.
         global_step: Optimizer steps taken.
         idle_s: Seconds since this rank last made progress: entered or left an action, or moved in a collective.
+        is_between_epochs: Whether a training epoch is over and the next one, whose number ``epoch`` is, has not begun;
+            it may never begin. ``batch_idx`` is that of the last batch then.
     """
 
     phase: Phase
@@ -60,6 +62,7 @@ class Progress:
     is_last_batch: bool = False
     global_step: int = 0
     idle_s: float = 0.0
+    is_between_epochs: bool = False
 
 
 class LoopEnd(str, Enum):

@@ -9,7 +9,8 @@ from itertools import chain, islice
 from lightning_ncclsafe.facts import Frame, IncidentKind, InspectionFacts, JobFacts, Phase, RankFacts
 from lightning_ncclsafe.facts.findings import Diagnosis, Finding
 from lightning_ncclsafe.rules.kit.activity import outstanding_p2p
-from lightning_ncclsafe.rules.kit.sentences import batch_words, wait_words
+from lightning_ncclsafe.rules.kit.landmarks import Kind
+from lightning_ncclsafe.rules.kit.sentences import batch_words, exception_place, wait_words
 from lightning_ncclsafe.rules.kit.timeline import Timeline
 from lightning_ncclsafe.rules.kit.wording import (
     capitalised,
@@ -193,10 +194,18 @@ class RankStates:
         doing = self.view.activities[rank]
         if doing.waits_for_peers:
             return f"waits in {wait_words(self.view, rank)}"
+        if doing.kind is Kind.FINISHED:
+            return "has finished"
         # Unknown for a rank of which only a record was read.
         facts = self.view.facts[rank]
         is_known = facts.progress.phase is not Phase.UNKNOWN or (facts.inspection is not None and bool(facts.stack))
         return f"is in {doing.kind.value}" if is_known else ""
+
+    def place(self, rank: int) -> Frame | None:
+        """The user's line that a rank is at, or at which it has raised; None if there is none."""
+        facts = self.view.facts[rank]
+        raised_at = exception_place(facts)
+        return raised_at if raised_at is not None else self.view.activities[rank].frame
 
     def silence(self, rank: int) -> str:
         """``"did not answer; its process is stopped"``: the state of a rank that has not answered."""
@@ -214,7 +223,7 @@ class RankStates:
         alike: dict[_Key, list[int]] = defaultdict(list)
         for rank, state in self.states.items():
             doing = self.view.activities[rank]
-            line = "" if waiting_anywhere and doing.waits_for_peers else location_of(doing.frame)
+            line = "" if waiting_anywhere and doing.waits_for_peers else location_of(self.place(rank))
             alike[batch_words(self.view.facts[rank].progress), doing.hook, doing.kind, line, state].append(rank)
         return [tuple(ranks) for ranks in alike.values()]
 
@@ -261,7 +270,8 @@ def _line(alike: RankStates, ranks: tuple[int, ...]) -> str:
     rank, view = ranks[0], alike.view
     doing, facts = view.activities[rank], view.facts[rank]
     hook = f", hook {doing.hook}" if doing.hook else ""
-    line = f", line {location_of(doing.frame)}" if doing.frame else ""
+    place = alike.place(rank)
+    line = f", line {location_of(place)}" if place else ""
     where = f"phase {facts.progress.phase.value}, {batch_words(facts.progress)}{hook}"
     if facts.inspection is not None and facts.progress.phase is Phase.UNKNOWN:
         where = "in no Trainer"

@@ -93,12 +93,18 @@ def unknowns(job: JobFacts) -> tuple[str, ...]:
 
 
 def _silence(view: Timeline) -> Iterator[str]:
-    # A rank whose process has ended does nothing any more.
-    alive = tuple(rank for rank in view.silent if not is_gone(view, rank))
+    # A rank whose process has ended does nothing any more; of others, a witness may have read the stack.
+    alive = tuple(rank for rank in view.silent if not (is_gone(view, rank) or _is_seen(view, rank)))
     if not view.facts and view.silent:
         yield "No rank answered, so nothing is known about any of them."
     elif alive:
         yield f"{capitalised(ranks_words(alive))} did not answer: what {verb(alive, 'it does', 'they do')} is unknown."
+
+
+def _is_seen(view: Timeline, rank: int) -> bool:
+    """Whether it is known from outside what a rank does."""
+    process = view.witnesses.get(rank)
+    return process is not None and bool(process.stack)
 
 
 def _moved(job: JobFacts) -> Iterator[str]:

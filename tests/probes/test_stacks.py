@@ -318,6 +318,19 @@ def test_an_exception_without_text_is_handled() -> None:
     assert [one.message for one in caught.facts(0.0)] == ["<exception str() failed>"]
 
 
+@pytest.mark.parametrize(
+    ("kind", "handled"), [(SystemExit, "EOFError: Ran out of input"), (ValueError, "")], ids=["an exit", "an error"]
+)
+def test_an_exit_has_what_was_being_handled(kind: type[BaseException], handled: str) -> None:
+    with pytest.raises(kind) as raised:
+        try:
+            raise EOFError("Ran out of input")
+        except EOFError:
+            raise kind from None
+    assert stacks.exception_facts(raised.value, is_consequence=False).handled == handled
+    assert not stacks.exception_facts(SystemExit(), is_consequence=False).handled
+
+
 def test_a_generators_runtimeerror_has_the_line_of_its_stopiteration() -> None:
     def rows() -> Iterator[int]:
         yield next(iter([]))

@@ -118,6 +118,16 @@ def test_a_batch_without_a_backward_pass_is_noted() -> None:
     )
 
 
+def test_the_last_batch_of_all_is_one_of_the_last_epoch() -> None:
+    """After an epoch, Lightning's number is that of the next one."""
+    of, record = begun(Module())
+    begin(of, epoch=1, batch=5)
+    end(of)
+    of.current_epoch = 2
+    of.fit_loop.epoch_progress = SimpleNamespace(current=SimpleNamespace(ready=2, completed=2))
+    assert skipped(record) == (0, 1, 1, 5)
+
+
 class SparingModule(torch.nn.Linear):
     automatic_optimization = True
 
@@ -806,6 +816,11 @@ def test_a_monitored_key_this_rank_never_logged_is_found() -> None:
     of.callbacks = [Monitor(), SimpleNamespace(monitor="nowhere"), SimpleNamespace(monitor=None)]
     (key,) = StepRecord(of).facts().unmonitored
     assert (key.name, key.place) == ("score", place("score", "on_train_epoch_end"))
+    # A scheduler may go by it, too.
+    callback = Monitor()
+    callback.monitor = ""
+    of.callbacks, of.lr_scheduler_configs = [callback], [SimpleNamespace(monitor="score")]
+    assert StepRecord(of).facts().unmonitored == (key,)
     of.fit_loop.epoch_loop._results = {"one": metric("score")}
     assert not StepRecord(of).facts().unmonitored
 

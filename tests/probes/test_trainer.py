@@ -269,6 +269,21 @@ def test_the_first_hooks_of_an_epoch_have_no_batch(tmp_path: Path) -> None:
     assert look.seen["on_train_batch_start"][BATCHES] == (1, 0, False, 1, BATCHES)
 
 
+def test_an_epoch_that_is_over_is_not_taken_for_the_next_one(tmp_path: Path) -> None:
+    """Lightning counts it as completed before it makes new loaders, and before the hooks at the end."""
+    hooks = ("on_train_start", "on_train_epoch_start", "on_validation_start", "on_train_epoch_end", "on_train_end")
+    look = Look(*hooks, part=lambda probe: (progress(probe).epoch, progress(probe).is_between_epochs))
+    probe = run(tmp_path, look)
+    for hook in hooks[1:4]:
+        assert look.seen[hook] == [(0, False), (1, False)]
+    assert (look.seen["on_train_start"], look.seen["on_train_end"]) == ([(0, False)], [(2, True)])
+    probe.finished = True
+    assert progress(probe).is_between_epochs
+    evaluated = Look("on_test_start", part=lambda probe: progress(probe).is_between_epochs)
+    run(tmp_path, evaluated, "test")
+    assert evaluated.seen["on_test_start"] == [False]
+
+
 def test_validation_within_an_epoch_counts_its_own_batches(tmp_path: Path) -> None:
     look = Look("on_validation_batch_start", part=progress)
     run(tmp_path, look, max_epochs=1)

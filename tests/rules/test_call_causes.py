@@ -1097,8 +1097,8 @@ def _own_path(rank: int) -> RankFacts:
 @pytest.mark.parametrize(
     ("with_path", "ranks", "words"),
     [
-        (1, (0,), "ckpt_path is set on rank 0, not set on ranks 1-3"),
-        (3, (3,), "ckpt_path is set on ranks 0-2, not set on rank 3"),
+        (1, (0,), "ckpt_path is set on rank 0 but not set on ranks 1-3"),
+        (3, (3,), "ckpt_path is set on ranks 0-2 but not set on rank 3"),
     ],
 )
 def test_ranks_of_which_only_some_resume_have_different_settings(
@@ -1182,7 +1182,7 @@ def test_ranks_that_name_different_roots_are_at_fault_and_no_link_is() -> None:
     assert [(item.rule, item.confidence, item.ranks) for item in two] == [
         ("mismatched-collective", Confidence.CERTAIN, (0, 1))
     ]
-    assert "with different roots: rank 0 on rank 0, rank 1 on rank 1." in two[0].summary
+    assert "with different roots: rank 0 on rank 0 but rank 1 on rank 1." in two[0].summary
     assert two[0].location.endswith("train.py:6 in on_train_epoch_start")
     many = found(job(*(_rooted(rank, 2 if rank == 2 else 0, world=4) for rank in range(4))))
     assert many["mismatched-collective"].ranks == (2,)
@@ -1247,6 +1247,8 @@ def test_an_error_of_lightning_that_names_a_key_has_the_line_that_logs_it() -> N
     assert missed(MISSED, replace(DICE, rank_condition="")).summary.endswith("in on_validation_epoch_end.")
     scheduler = "ReduceLROnPlateau conditioned on metric dice/val which is not available. Available metrics are: []."
     assert missed(scheduler, DICE).location == DICE.place
+    assert missed(scheduler, DICE).remedy.startswith("Log 'dice/val' on all ranks, with sync_dist=True")
+    assert missed(scheduler).remedy.startswith("Correct the RuntimeError")
 
 
 @pytest.mark.parametrize(

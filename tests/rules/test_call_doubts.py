@@ -14,6 +14,7 @@ from builders import (
     ENGINE,
     EPOCH_END,
     GLOO,
+    MAIN,
     NCCL,
     NEXT,
     NEXT_DATA,
@@ -550,6 +551,17 @@ def test_a_dead_process_may_have_been_ended_by_gloo() -> None:
         for net, signal in ((GLOO, "SIGABRT"), (GLOO, "SIGKILL"), (NCCL, "SIGABRT"))
     ]
     assert ["op.preamble.length <= op.nbytes" in remedy for remedy in remedies] == [True, False, False]
+
+
+def test_a_dead_process_that_has_said_why_at_a_known_line_is_told_no_more() -> None:
+    said = "free(): double free detected in tcache 2"
+    seen = process(1, "gone", ended_by="SIGABRT", said=said, stack=(MAIN, RUN, user("close", 9)))
+    finding = first(job(GLOO.waiting(0, seq=61, world=2), world=2, witnessed=(seen,)))
+    assert finding.rule == "dead-rank" and "op.preamble" not in finding.remedy
+    assert finding.remedy.endswith("at the line that it was in.")
+    unplaced = process(1, "gone", ended_by="SIGSEGV")
+    finding = first(job(NCCL.waiting(0, seq=61, world=2), world=2, witnessed=(unplaced,)))
+    assert finding.remedy.endswith("PYTHONFAULTHANDLER=1 prints it.")
 
 
 def test_a_collective_that_has_ended_is_none_that_a_rank_is_in() -> None:

@@ -37,7 +37,7 @@ GB = 1_000_000_000
             ),
         ),
         (scenes.short_rank_finished, ("Rank 1 has run out of data (after 20 batches of epoch 0)", "in batch 20")),
-        (scenes.logger_flushes, ("writing to /mnt/logs (nfs4)", "at event_file_writer.py:120 in flush")),
+        (scenes.logger_flushes, ("which writes to /mnt/logs (nfs4)", "at event_file_writer.py:120 in flush")),
         (scenes.checkpoint_is_written, ("to /mnt/ckpt (nfs4)", "Lightning's barrier 'Trainer.save_checkpoint'")),
         (scenes.loader_workers_stall, ("of its 2 workers, 2 are disk-sleep at train.py:8 in read",)),
         (scenes.one_rank_fails, ("Rank 3 raised ValueError: bad label 11 at train.py:42 in training_step, batch 11",)),
@@ -222,4 +222,4 @@ def test_a_step_that_was_left_out_has_not_ended_the_loop() -> None:
     (finding, *_) = judge(scenes.an_optimizer_step_left_out_on_one_rank(GLOO)).findings
     told = [item.text for item in finding.evidence if item.source == "source code"]
     assert told == [f"{builders.USER_FILE}:70 in training_step may have led around the optimizer's step."]
-    assert "Steps of optimizer 0 in batch 7 of epoch 0: 0 on rank 1, 1 on ranks 0, 2-3." in finding.summary
+    assert "Steps of optimizer 0 in batch 7 of epoch 0: 0 on rank 1 but 1 on ranks 0, 2-3." in finding.summary

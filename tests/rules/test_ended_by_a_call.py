@@ -67,7 +67,7 @@ def test_no_line_is_named_where_another_may_have_ended_it(calls: tuple[ExitCall,
 @pytest.mark.parametrize(
     ("calls", "end", "told"),
     [
-        ((WATCH, COMPUTED), {"exit_code": 3}, ["train.py:9", "train.py:29"]),
+        ((COMPUTED, WATCH), {"exit_code": 3}, ["train.py:9", "train.py:29"]),
         ((WATCH, OTHER, KILLS), {}, ["train.py:9", "train.py:19"]),
         ((WATCH, KILLS), {"ended_by": "SIGKILL"}, ["train.py:49"]),
         ((WATCH,), {"exit_code": 4}, []),
@@ -80,6 +80,7 @@ def test_calls_that_may_have_ended_it_are_mentioned(
     finding = gone(calls, end)
     texts = [item.text for item in finding.evidence if item.source == "source code"]
     assert [text.partition(" at ")[2].partition(" in ")[0] for text in texts] == told
+    assert all(text.endswith(" may end a process in this way.") for text in texts)
 
 
 def test_ranks_may_have_loaded_other_code() -> None:

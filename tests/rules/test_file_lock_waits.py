@@ -146,6 +146,8 @@ def test_the_nearest_rank_among_the_parents_is_the_one() -> None:
     child = LockHolder(pid=812, parents=(1001, 1000, 1))
     finding = first(GLOO.in_barrier(0, "cached", seq=2, **START), at_lock(1, child))
     assert finding.ranks == (1,) and "process 812, which it has started, holds it" in finding.summary
+    # Python's files are not inherited by other programs: that one has taken it itself.
+    assert finding.remedy.startswith("Wait until that program has ended")
 
 
 def test_a_lock_that_the_process_holds_itself() -> None:

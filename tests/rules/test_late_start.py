@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import scenes
-from builders import BARRIER, FETCH, GLOO, INIT_GROUP, MAIN, job, process, user
+from builders import BARRIER, FETCH, GLOO, INIT_GROUP, MAIN, RUN, job, process, user
 
 from lightning_ncclsafe.facts import (
     Action,
@@ -242,9 +242,17 @@ def test_an_exception_between_two_calls_of_the_trainer_explains_why_a_rank_does_
     finding = outside(raised=error, state=state)
     assert (finding.rule, finding.ranks, finding.confidence) == ("failed-rank", (0,), Confidence.CERTAIN)
     assert finding.location.endswith("train.py:82 in write")
-    assert finding.plan is Plan.UNKNOWN
+    assert finding.plan is Plan.UNKNOWN and "at train.py:82 in write, outside of the Trainer" in finding.summary
     lost = replace(error, is_consequence=True)
     assert outside(raised=lost, state="gone").rule == "dead-rank"
+
+
+def test_an_exception_that_ended_the_program_within_the_trainer_is_not_said_to_be_outside() -> None:
+    """Its guard had no time to report it."""
+    error = ExceptionFacts(type="ConnectionResetError", message="", stack=(MAIN, RUN, user("step", 82)))
+    finding = outside(raised=error, state="gone")
+    assert "at train.py:82 in step, in its call of the Trainer, and its program ended" in finding.summary
+    assert finding.evidence[0].text == "ConnectionResetError"
 
 
 def test_a_rank_outside_of_the_trainer_that_is_gone_is_dead() -> None:

@@ -209,7 +209,9 @@ def test_what_was_frozen_is_blamed_on_the_line_that_froze_it() -> None:
     steps = StepFacts(with_backward=11, frozen=("trunk.weight",), frozen_at=(RETURN,), unused_at=GUARD)
     finding = first(_refused(steps))
     assert (finding.rule, finding.location) == ("unused-parameters", RETURN)
-    assert "frozen since training began: trunk.weight" in finding.summary
+    assert "frozen in the course of training: trunk.weight" in finding.summary
+    assert finding.remedy.startswith("Freeze the same parameters on all ranks")
+    assert not any("or left out" in item.text for item in finding.evidence)
     assert first(_refused(replace(steps, frozen_at=(RETURN, GUARD)))).location == ""
 
 
@@ -528,7 +530,8 @@ def test_a_rank_that_has_changed_when_it_ends_and_trains_on_has_other_settings()
     longer = trained(GLOO.waiting(1, seq=61, batch=0, epoch=6), max_epochs="7")
     finding = first(job(ended[0], longer, *ended[1:]))
     assert (finding.rule, finding.ranks, finding.confidence) == ("different-trainer-settings", (1,), LIKELY)
-    assert "max_epochs is 6 on ranks 0, 2-3, 7 on rank 1" in finding.summary
+    assert "max_epochs is 6 on ranks 0, 2-3 but 7 on rank 1" in finding.summary
+    assert finding.summary.endswith(" Ranks 0, 2-3 have finished.")
     assert finding.location == RETURN
     assert longer.trainer is not None
     several = replace(longer, trainer=replace(longer.trainer, ended_at=(RETURN, GUARD)))

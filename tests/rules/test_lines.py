@@ -425,6 +425,9 @@ def test_ranks_that_have_skipped_a_call_are_told_the_jump_that_may_have_led_arou
         "The call at train.py:40 in step may have been skipped by `return` (line 39), under "
         "`if not batch.any():` (line 38)."
     )
+    # What to do is about that line.
+    assert "what train.py:39 in step decides" in finding.remedy and "log_dict" not in finding.remedy
+    assert "log_dict" in first(skipped).remedy
 
 
 @pytest.mark.parametrize(

@@ -346,6 +346,10 @@ def test_a_child_that_has_exited_by_itself_is_less_sure() -> None:
     finding = first(replace(facts, ranks=ranks))
     assert (finding.rule, finding.confidence) == ("worker-died", Confidence.LIKELY)
     assert "exited with code 1" in finding.summary
+    # Nor has it to do with loaders or memory.
+    assert "num_workers" not in finding.remedy and {item.source for item in finding.evidence}.isdisjoint(
+        ("loader", "host")
+    )
 
 
 @pytest.mark.parametrize(

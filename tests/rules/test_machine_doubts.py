@@ -401,7 +401,7 @@ def unread_at_the_end(calls: dict[int, int], **progress: Any) -> JobFacts:
 def test_a_rank_that_has_called_fewer_collectives_at_the_same_place_is_out_of_step() -> None:
     (finding,) = judge(unread_at_the_end({0: 108, 1: 104, 2: 108})).findings
     assert (finding.rule, finding.ranks, finding.confidence) == ("diverged-collectives", (1,), LIKELY)
-    assert "collectives of the default group (108 on ranks 0, 2, 104 on rank 1)" in finding.summary
+    assert "collectives of the default group (108 on ranks 0, 2 but 104 on rank 1)" in finding.summary
     two = judge(unread_at_the_end({0: 108, 1: 104})).findings[0]
     assert (two.rule, two.ranks) == ("diverged-collectives", (0, 1))
 

@@ -106,7 +106,10 @@ def test_a_rank_that_waits_for_its_device_at_the_end_is_not_unfinished() -> None
     assert first(replace(facts, ranks=(answered, *facts.ranks[1:]))).rule == "unfinished-rank"
 
 
-def test_what_a_rank_does_is_unknown_unless_its_process_has_ended() -> None:
+def test_what_a_rank_does_is_unknown_unless_its_process_has_ended_or_its_stack_was_seen() -> None:
     seen = (process(1, "gone"), process(2, "running"))
     said = unknowns(job(GLOO.waiting(0, seq=61, world=3), world=3, witnessed=seen))
     assert [text for text in said if "answer" in text] == ["Rank 2 did not answer: what it does is unknown."]
+    seen = (process(1, "gone"), process(2, "running", stack=(user("training_step", 40),)))
+    said = unknowns(job(GLOO.waiting(0, seq=61, world=3), world=3, witnessed=seen))
+    assert not [text for text in said if "answer" in text]

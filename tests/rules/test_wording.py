@@ -4,6 +4,7 @@ import pytest
 
 from lightning_ncclsafe.facts import Collective, Frame
 from lightning_ncclsafe.rules.kit.wording import (
+    apart_words,
     call_words,
     collective_words,
     condition_words,
@@ -50,6 +51,18 @@ def test_durations(seconds: float, words: str) -> None:
 )
 def test_sizes(count: int, words: str) -> None:
     assert size_words(count) == words
+
+
+@pytest.mark.parametrize(
+    ("parts", "words"),
+    [
+        (["3 on ranks 0, 2", "4 on rank 1"], "3 on ranks 0, 2 but 4 on rank 1"),
+        (["3 on ranks 0, 2", "4 on rank 1", "5 on rank 3"], "3 on ranks 0, 2; 4 on rank 1; 5 on rank 3"),
+        (["3 on rank 0", "4 on rank 1", "5 on rank 2"], "3 on rank 0, 4 on rank 1, 5 on rank 2"),
+    ],
+)
+def test_no_value_is_taken_for_a_rank(parts: list[str], words: str) -> None:
+    assert apart_words(parts) == words
 
 
 def test_collectives() -> None:

@@ -40,6 +40,7 @@ T = TypeVar("T")
 
 # Python's own recursion limit is 1,000; a report needs both ends of a stack, not its middle.
 _MAX_FRAMES = 120
+_MAX_HANDLED = 400
 _MAX_MESSAGE = 2000
 _MAX_CAUSES = 4
 # User lines above a collective that a report shows.
@@ -206,8 +207,21 @@ def exception_facts(error: BaseException, *, is_consequence: bool) -> ExceptionF
         is_consequence: Whether it only reports that a collective failed.
     """
     message = text_of(error)[:_MAX_MESSAGE]
-    stack = _raised_in(error)
-    return ExceptionFacts(type=type(error).__name__, message=message, stack=stack, is_consequence=is_consequence)
+    return ExceptionFacts(
+        type=type(error).__name__,
+        message=message,
+        stack=_raised_in(error),
+        is_consequence=is_consequence,
+        handled=_handled_by(error),
+    )
+
+
+def _handled_by(error: BaseException) -> str:
+    """What was being handled as the program exited: nothing prints that, unlike what precedes other exceptions."""
+    before = error.__cause__ or error.__context__
+    if not isinstance(error, SystemExit) or before is None:
+        return ""
+    return f"{type(before).__name__}: {text_of(before)}"[:_MAX_HANDLED]
 
 
 def _raised_in(error: BaseException) -> tuple[Frame, ...]:

@@ -139,9 +139,11 @@ def monitored(trainer: Any) -> Iterator[LoggedKey]:
 
 
 def unmonitored(trainer: Any) -> Iterator[LoggedKey]:
-    """Keys that callbacks monitor and that the user's source logs, but has not logged so far on this rank."""
+    """Keys that callbacks or schedulers monitor and that the user's source logs, but not so far on this rank."""
     known = {f"{metric.meta.name}{when}" for metric in _results(trainer) for when in ("", "_step", "_epoch")}
-    monitors = dict.fromkeys(getattr(callback, "monitor", None) for callback in users_of(trainer)[1:])
+    # A scheduler that waits for a plateau goes by a key, too.
+    monitoring = (*users_of(trainer)[1:], *getattr(trainer, "lr_scheduler_configs", ()))
+    monitors = dict.fromkeys(getattr(one, "monitor", None) for one in monitoring)
     scopes = [*scopes_in(users_of(trainer))]
     for name in monitors:
         found = ((scope, line) for scope in scopes if (line := _line_that_logs(scope, str(name))))

@@ -51,6 +51,12 @@ def settings_of(trainer: Any) -> dict[str, str]:
     return {name: str(value) for name, value in found if value is not None}
 
 
+def epoch_is_over(trainer: Any) -> bool:
+    """Whether Lightning has counted a training epoch as completed, in ``current_epoch``, and has not begun another."""
+    progress = getattr(getattr(trainer, "fit_loop", None), "epoch_progress", None)
+    return progress is not None and 0 < progress.current.completed == progress.current.ready
+
+
 class TrainerProbe:
     """Reads a Trainer from another thread. It only looks at attributes that cost nothing and touch no storage.
 
@@ -92,6 +98,7 @@ class TrainerProbe:
             is_last_batch=bool(getattr(batches, "is_last_batch", False)) and not self._is_between_epochs(),
             global_step=int(getattr(self._trainer, "global_step", 0)),
             idle_s=round(idle_s, 3),
+            is_between_epochs=self._is_after_an_epoch(),
         )
 
     def phase_kind(self, actions: tuple[Action, ...]) -> PhaseKind:
@@ -273,6 +280,14 @@ class TrainerProbe:
         epochs = self._trainer.fit_loop.epoch_progress.current
         return bool(epochs.ready > epochs.started)
 
+    def _is_after_an_epoch(self) -> bool:
+        # Other calls of the Trainer leave the counts of the last fit as they are.
+        return self._function() == "fit" and epoch_is_over(self._trainer)
+
+    def _function(self) -> str:
+        """The present or last call of the Trainer: ``"fit"``."""
+        return str(getattr(getattr(getattr(self._trainer, "state", None), "fn", None), "value", ""))
+
     def _processed(self) -> int | None:
         """Training batches of all epochs."""
         epoch_loop = getattr(getattr(self._trainer, "fit_loop", None), "epoch_loop", None)
@@ -288,7 +303,7 @@ class TrainerProbe:
     def _loops(self) -> dict[Phase, Any]:
         """Those of the present or last call of the Trainer, by the phase that their batches are in."""
         trainer = self._trainer
-        name = getattr(getattr(getattr(trainer, "state", None), "fn", None), "value", "")
+        name = self._function()
         if name == "fit":
             return {Phase.TRAIN: trainer.fit_loop, Phase.VALIDATE: trainer.fit_loop.epoch_loop.val_loop}
         phase = _PHASES.get(name)

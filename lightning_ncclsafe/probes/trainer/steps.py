@@ -26,6 +26,7 @@ from lightning_ncclsafe.probes.source.scopes import MOST_PLACES, Scope, first_pl
 from lightning_ncclsafe.probes.source.syntax import is_constant
 from lightning_ncclsafe.probes.trainer import gradients, logged_keys
 from lightning_ncclsafe.probes.trainer.passes import Batch, BatchPasses
+from lightning_ncclsafe.probes.trainer.state import epoch_is_over
 from lightning_ncclsafe.probes.trainer.timeout_lines import timeout_lines
 
 _BACKWARD = "manual_backward"
@@ -243,7 +244,8 @@ def _batches(trainer: Any) -> Any:
 def _now(trainer: Any) -> Batch:
     """Epoch and index of the current or last batch; -1 if the loop does not know."""
     with suppress(AttributeError):
-        return int(trainer.current_epoch), int(_batches(trainer).current.ready) - 1
+        # After an epoch, its number is one less than that of the current one.
+        return int(trainer.current_epoch) - epoch_is_over(trainer), int(_batches(trainer).current.ready) - 1
     return -1, -1
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from lightning_ncclsafe.facts import Phase, RankFacts
 from lightning_ncclsafe.rules.kit import (
     Evidence,
     Finding,
@@ -17,17 +18,20 @@ from lightning_ncclsafe.rules.kit import (
 )
 
 _LISTED = 8
-
-
-@hang_rule(
-    after="checkpoint-skipped-barrier",
-    remedy=(
-        "Give the first batch more time (PhaseTimeouts(first_batch=…)), and give all hosts the same warm caches: "
-        "TORCHINDUCTOR_CACHE_DIR and TRITON_CACHE_DIR on a shared or copied path, filled once before the job. If it "
-        "compiles again later in a run, shapes differ between ranks: torch.compile(dynamic=True), or "
-        "TORCH_LOGS=recompiles to see why."
-    ),
+_REMEDY = (
+    "Give the first batch more time (PhaseTimeouts(first_batch=…)), and give all hosts the same warm caches: "
+    "TORCHINDUCTOR_CACHE_DIR and TRITON_CACHE_DIR on a shared or copied path, filled once before the job. If it "
+    "compiles again later in a run, shapes differ between ranks: torch.compile(dynamic=True), or "
+    "TORCH_LOGS=recompiles to see why."
 )
+_REMEDY_AGAIN = (
+    "It has trained before, so this batch probably has another shape, type or branch than those for which it has "
+    "compiled: TORCH_LOGS=recompiles shows which. Give all batches one shape (drop_last=True, padding), or compile for "
+    "any (torch.compile(dynamic=True)). To let the others wait for it, raise the limit of the phase (PhaseTimeouts)."
+)
+
+
+@hang_rule(after="checkpoint-skipped-barrier", remedy=_REMEDY)
 def compile_skew(view: Timeline) -> Iterator[Finding]:
     """A rank compiles or tunes (torch.compile, Triton, an extension) while the others wait in a collective.
 
@@ -49,7 +53,14 @@ def compile_skew(view: Timeline) -> Iterator[Finding]:
     if ranks:
         text = f"{clause(ranks, 'compiles|compile')}, {where_words(view, ranks[0])}{while_others_wait(view, ranks)}"
         evidence = (*_evidence(view, ranks), *how_we_know(view, ranks))
-        yield finding(view, ranks, f"{text}{_cold_cache_words(view, ranks)}.", evidence=evidence)
+        is_again = all(_has_trained(view.facts[rank]) for rank in ranks)
+        remedy = _REMEDY_AGAIN if is_again else _REMEDY
+        yield finding(view, ranks, f"{text}{_cold_cache_words(view, ranks)}.", evidence=evidence, remedy=remedy)
+
+
+def _has_trained(facts: RankFacts) -> bool:
+    """Whether a rank compiles in a batch of training after its first ones."""
+    return facts.progress.phase is Phase.TRAIN and facts.steps.with_backward > 1
 
 
 def _cold_cache_words(view: Timeline, ranks: tuple[int, ...]) -> str:

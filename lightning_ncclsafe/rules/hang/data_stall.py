@@ -4,7 +4,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 
-from lightning_ncclsafe.code.libraries import CHILD_PROCESS, WAITS_FOR_OTHERS
+from lightning_ncclsafe.code.libraries import CHILD_PROCESS, TAKES_SHARED_LOCK, WAITS_FOR_OTHERS
 from lightning_ncclsafe.facts import Frame, LoaderFacts, ProcessFacts, RankFacts
 from lightning_ncclsafe.rules.kit import (
     Evidence,
@@ -38,10 +38,12 @@ _REMEDY_MEMORY = (
     "each of its loaders."
 )
 _REMEDY_NO_WORKERS = (
-    "This loader reads on the training thread: give it workers (num_workers), and look at the sample and its storage."
+    "This loader reads on the training thread. Look at what this line does: whether it ever comes to the next sample, "
+    "and which sample and storage it reads. If it is only slow, give the loader workers (num_workers)."
 )
 _REMEDY_LOCK = (
-    "This line waits for a lock that nobody releases: look at what else takes it. If a thread held it when a worker "
+    "This line waits for a lock that nobody releases: look at what else takes it, and whether the worker itself has it "
+    "already (only an RLock may be taken twice). If a thread held it when a worker "
     "was forked, it is never released there: create it in the worker (worker_init_fn), or start workers with "
     'multiprocessing_context="spawn".'
 )
@@ -110,6 +112,8 @@ def _workers_words(facts: RankFacts) -> str:
         return ", which has no workers" if idle else ""
     doing = Counter(_worker_words(worker) for worker in facts.workers).most_common(2)
     listed = "; ".join(f"{count} {'is' if count == 1 else 'are'} {words}" for words, count in doing)
+    if len(facts.workers) == 1:
+        return f" (its only worker is {_worker_words(facts.workers[0])})"
     return f" (of its {len(facts.workers)} workers, {listed})"
 
 
@@ -152,6 +156,8 @@ def _remedy_for_wait(stack: tuple[Frame, ...]) -> str:
     if last < trainer_start(stack):
         return ""
     below = below_user(stack)
+    if is_in(TAKES_SHARED_LOCK, below[:1]):
+        return _REMEDY_LOCK
     if is_in(WAITS_FOR_OTHERS, below):
         return _REMEDY_FEEDER
     return _REMEDY_LOCK if not below and _LOCK.search(stack[last].code) else ""

@@ -69,7 +69,7 @@ _REMEDY_ENDED = (
 )
 _REMEDY_FAULT = (
     "This is a bug in native code, in a library or an extension. Look at the end of this rank's own output, and at the "
-    "line that it was in; PYTHONFAULTHANDLER=1 prints it."
+    "line that it was in{how}."
 )
 _FAULTS = {
     "SIGSEGV": "a segmentation fault",
@@ -84,8 +84,9 @@ _ENDS = ("SIGTERM", "SIGINT", "SIGHUP")
 # The statuses of a program that has come to its end, and of one that has raised.
 _COMMON = (0, 1)
 _NO_CALLS = ExitCalls(None, ())
+_OVERRUN = "op.preamble.length <= op.nbytes"
 _REMEDY_GLOO = (
-    ' "op.preamble.length <= op.nbytes" there means that gloo aborted a process that received more data than its call '
+    f' "{_OVERRUN}" there means that gloo aborted a process that received more data than its call '
     "had room for: ranks called different collectives, or one with different sizes."
 )
 _REMEDY_OOM = (
@@ -256,7 +257,8 @@ def _finding(
         evidence=(*_evidence(view, ranks, calls), *kills, *calls.evidence(ranks[0])),
         remedy=_REMEDY_OOM
         if kills
-        else _remedy(end, calls) + (_REMEDY_GLOO if _may_be_aborted_by_gloo(view, ranks, end) else ""),
+        else _remedy(end, calls, is_placed=frame is not None)
+        + (_REMEDY_GLOO if _may_be_aborted_by_gloo(view, ranks, end) else ""),
     )
 
 
@@ -280,7 +282,7 @@ def _seen_words(seen: LastSeen) -> str:
     return f"{place}, {batch}" if place else f"in {batch}" if batch.startswith("batch ") else batch
 
 
-def _remedy(end: _End, calls: ExitCalls) -> str:
+def _remedy(end: _End, calls: ExitCalls, *, is_placed: bool) -> str:
     if calls.only is not None:
         return _REMEDY_CALL.format(place=short_place(calls.only.place))
     if end.status is not None:
@@ -288,7 +290,7 @@ def _remedy(end: _End, calls: ExitCalls) -> str:
     if end.signal in _ENDS:
         return _REMEDY_ENDED
     if end.signal in _FAULTS:
-        return _REMEDY_FAULT
+        return _REMEDY_FAULT.format(how="" if is_placed else "; PYTHONFAULTHANDLER=1 prints it")
     return _REMEDY_KILLED if end.signal == "SIGKILL" else _REMEDY
 
 
@@ -317,7 +319,8 @@ def _may_have_crashed_on_gloo(view: Timeline, rank: int) -> bool:
 
 def _may_be_aborted_by_gloo(view: Timeline, ranks: tuple[int, ...], end: _End) -> bool:
     """Whether gloo may have ended one of them: nothing else is known to have, and the ranks are on gloo."""
-    if end.status is not None:
+    said = [process.said for rank in ranks if (process := view.witnesses.get(rank)) is not None and process.said]
+    if end.status is not None or (said and not any(_OVERRUN in text for text in said)):
         return False
     ended = any(rank in view.witnesses and signal_of(view, rank) in ("", "SIGABRT") for rank in ranks)
     return ended and is_on_gloo(view)

@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from lightning_ncclsafe.code.libraries import RESUMED
-from lightning_ncclsafe.facts import LoopEnd, TrainerFacts
+from lightning_ncclsafe.facts import LoopEnd, Phase, TrainerFacts
 from lightning_ncclsafe.rules.kit import (
     Confidence,
     Evidence,
@@ -12,6 +12,9 @@ from lightning_ncclsafe.rules.kit import (
     Plan,
     Timeline,
     alone_in_trainer,
+    apart_words,
+    capitalised,
+    clause,
     deviating,
     finding,
     grouped,
@@ -70,10 +73,12 @@ def different_trainer_settings(view: Timeline) -> Iterator[Finding]:
     is_explained = bool(view.working(view.facts))
     changed_at = _changed_at(view, odd, differing)
     given_at = "" if changed_at else _given_at(view, differing)
+    finished = [rank for rank, facts in sorted(view.facts.items()) if facts.progress.phase is Phase.FINISHED]
+    done = f"{capitalised(clause(finished, 'has|have finished'))}." if finished else ""
     yield finding(
         view,
         odd,
-        joined((f"Ranks train with different settings: {'; '.join(_words(differing))}.", waiting_sentence(view))),
+        joined((f"Ranks train with different settings: {'; '.join(_words(differing))}.", waiting_sentence(view), done)),
         confidence=Confidence.POSSIBLE if is_explained else Confidence.LIKELY,
         evidence=(*_evidence(differing), *_source_evidence(given_at), *recorder_evidence(view)),
         remedy=_REMEDY_START if differing.keys() <= set(_START) else _REMEDY,
@@ -134,7 +139,8 @@ def _differing(view: Timeline) -> dict[str, dict[int, str]]:
 
 def _words(differing: dict[str, dict[int, str]]) -> Iterator[str]:
     for name, values in list(differing.items())[:_LISTED]:
-        yield f"{name} is " + ", ".join(f"{value} on {ranks_words(ranks)}" for value, ranks in ranks_by(values).items())
+        each = (f"{value} on {ranks_words(ranks)}" for value, ranks in ranks_by(values).items())
+        yield f"{name} is {apart_words(each)}"
     if len(differing) > _LISTED:
         yield f"{len(differing) - _LISTED} more"
 

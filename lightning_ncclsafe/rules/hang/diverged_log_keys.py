@@ -260,7 +260,7 @@ def _entries_finding(view: Timeline, syncing: tuple[int, ...], metric: MetricFac
     states = " and ".join(map(repr, metric.by_entry[:_LISTED]))
     text = (
         f"{clause(syncing, 'synchronizes|synchronize')} the metric {metric.name} ({metric.type}) and "
-        f"{clause(others, 'does|do')} not, or no longer: {states} is gathered entry by entry (dist_reduce_fx=None), "
+        f"{clause(others, 'does|do')} not, or no longer; {states} is gathered entry by entry (dist_reduce_fx=None), "
         "which needs equally many updates on all ranks"
     )
     found = _logging_finding(view, ranks, text, call_location(view, syncing), Confidence.LIKELY)
@@ -357,7 +357,8 @@ def _logging_finding(view: Timeline, ranks: tuple[int, ...], text: str, place: s
 def _key_evidence(view: Timeline) -> Iterator[Evidence]:
     """The keys that ranks have logged, one line for all ranks with the same keys."""
     logged = {rank: tuple(key.name for key in facts.steps.logged) for rank, facts in sorted(view.facts.items())}
-    alike = ranks_by(logged)
+    # A metric that is computed by itself needs no key.
+    alike = ranks_by(logged) if any(logged.values()) else {}
     for names, ranks in list(alike.items())[:_LISTED]:
         listed = ", ".join(map(repr, names[:_LISTED])) + (", …" if len(names) > _LISTED else "")
         text = f"{capitalised(clause(ranks, 'has|have'))} logged {listed or 'nothing'} together."

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 
 from lightning_ncclsafe.code.libraries import AFTER_EXCEPTION, ALL_OF_LIGHTNING
-from lightning_ncclsafe.facts import ExceptionFacts, Frame, RankFacts
+from lightning_ncclsafe.facts import ExceptionFacts, Frame, LoggedKey, RankFacts
 from lightning_ncclsafe.rules.kit import (
     Confidence,
     Divergence,
@@ -24,6 +24,7 @@ from lightning_ncclsafe.rules.kit import (
     deepest_user_frame,
     exception_evidence,
     exception_place,
+    exception_words,
     exit_status,
     finding,
     hang_rule,
@@ -45,11 +46,16 @@ _MESSAGE = 200
 _INTERRUPT = "KeyboardInterrupt"
 _REMEDIES = {
     "SystemExit": (
-        "A rank that exits alone makes the run fail, whatever its status. Let all ranks exit at the same batch: set "
-        "trainer.should_stop on all of them, or broadcast the decision; or raise an exception if this is an error."
+        "A rank that exits alone makes the run fail, whatever its status. If it exits because of an error, raise that "
+        "error instead, so that it is reported. To stop on purpose, stop all ranks after the same batch: set "
+        "trainer.should_stop on all of them, or broadcast the decision."
     ),
     _INTERRUPT: "Send SIGINT to all ranks, as Ctrl-C on the terminal does, or SIGTERM to one: then all stop together.",
 }
+_REMEDY_KEY = (
+    "Log {key!r} on all ranks, with sync_dist=True: look for data of this rank for which it is left out, and log 0 or "
+    "nan there. The other ranks are ended because of this exception."
+)
 _LINE = re.compile(r'File "([^"\n]+)", line (\d+), in (\S+)')
 _INSTALLED = re.compile(r"[\\/](?:site|dist)-packages[\\/]|[\\/]lib[\\/]python3[^\\/]*[\\/]|^<")
 # No file, network or lack of memory causes these; an unreadable image may well cause a TypeError.
@@ -104,7 +110,10 @@ def _outside(view: Timeline, rank: int, raised: ExceptionFacts) -> Finding:
     """An exception outside of the Trainer, where no guard reports it: the program recorded it before it ended."""
     frame = deepest_user_frame(raised.stack)
     at = at_words(frame)
-    raised_words = f"{_raised_words(raised)}{at}, outside of the Trainer, and its program ended"
+    # An error that ends the process at once leaves the guard no time to tell of it.
+    is_inside = len(inside_trainer(raised.stack)) < len(raised.stack)
+    where = "in its call of the Trainer" if is_inside else "outside of the Trainer"
+    raised_words = f"{_raised_words(raised)}{at}, {where}, and its program ended"
     return finding(
         view,
         (rank,),
@@ -112,7 +121,7 @@ def _outside(view: Timeline, rank: int, raised: ExceptionFacts) -> Finding:
         severity=Severity.ERROR,
         confidence=Confidence.CERTAIN,
         location=location_of(frame),
-        evidence=(Evidence(source="exception", rank=rank, text=f"{raised.type}: {raised.message}"),),
+        evidence=(Evidence(source="exception", rank=rank, text=exception_words(raised)),),
         remedy=f"Correct the {raised.type}{at}; the other ranks are ended because of it.",
     )
 
@@ -130,10 +139,12 @@ def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
     line = frame or (deepest_user_frame(split.calls[ranks[0]].stack) if split is not None else None)
     # It was raised in a library, but the message names something of the user's.
     named, named_at = _named(ranks, facts, exception) if line is None else ("", "")
+    key = _missed_key(facts, exception) if line is None else None
+    missing = _REMEDY_KEY.format(key=key.name) if key is not None else ""
     return finding(
         view,
         ranks,
-        joined((text, mixed, named)),
+        joined((text, mixed, named, _handled_words(exception))),
         severity=Severity.ERROR,
         confidence=Confidence.CERTAIN if split is None else Confidence.LIKELY,
         location=named_at or location_of(line),
@@ -141,7 +152,7 @@ def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
             *(item for rank in ranks[:8] for item in exception_evidence(view.facts[rank])),
             *call_evidence(split),
         ),
-        remedy=_REMEDIES.get(name, f"Correct the {name}{at}; the other ranks are ended because of it."),
+        remedy=missing or _REMEDIES.get(name, f"Correct the {name}{at}; the other ranks are ended because of it."),
     )
 
 
@@ -164,10 +175,7 @@ def _named(ranks: tuple[int, ...], facts: RankFacts, exception: ExceptionFacts) 
 
     It is a key that a callback misses, as some ranks have never logged it, or the parameter that has another size.
     """
-    # Any other error may have a word that is the name of a key.
-    monitored = facts.steps.unmonitored if is_in(ALL_OF_LIGHTNING, exception.stack[-1:]) else ()
-    keys = (key for key in monitored if key.place and _has_word(exception.message, key.name))
-    if (key := next(keys, None)) is not None:
+    if (key := _missed_key(facts, exception)) is not None:
         logged = f"{capitalised(clause(ranks, 'has|have never logged'))} {key.name!r}"
         under = f", {under_words(key.rank_condition)}" if key.rank_condition else ""
         return f"{logged}, which is logged at {short_place(key.place)}{under}.", key.place
@@ -176,6 +184,13 @@ def _named(ranks: tuple[int, ...], facts: RankFacts, exception: ExceptionFacts) 
         made = f", made at {short_place(place)}" if place else ""
         return f"This is the parameter {facts.steps.other_size!r}{made}.", place
     return "", ""
+
+
+def _missed_key(facts: RankFacts, exception: ExceptionFacts) -> LoggedKey | None:
+    """The key that a callback or a scheduler misses, by an exception of Lightning's."""
+    # Any other error may have a word that is the name of a key.
+    monitored = facts.steps.unmonitored if is_in(ALL_OF_LIGHTNING, exception.stack[-1:]) else ()
+    return next((key for key in monitored if key.place and _has_word(exception.message, key.name)), None)
 
 
 def _has_word(message: str, name: str) -> bool:
@@ -192,6 +207,11 @@ def _raised_words(exception: ExceptionFacts) -> str:
     if exception.type == _INTERRUPT:
         return f"was interrupted ({_INTERRUPT}: SIGINT, as by Ctrl-C)"
     return f"raised {exception.type}: {_gist(exception.message)}" if exception.message else f"raised {exception.type}"
+
+
+def _handled_words(exception: ExceptionFacts) -> str:
+    """The error because of which a rank may have exited, as a sentence; empty if it handled none."""
+    return f"It exited while it handled {_gist(exception.handled)}." if exception.handled else ""
 
 
 def _line_in_worker(message: str) -> Frame | None:

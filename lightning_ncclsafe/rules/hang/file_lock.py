@@ -40,6 +40,10 @@ _REMEDY_OWN = (
     "Take the lock only once in a process, because each open file has its own lock, and close the file in child "
     "processes: a file that they inherit keeps the lock after it is closed here."
 )
+_REMEDY_PROGRAM = (
+    "Wait until that program has ended before you take the lock, or let it take another one: as it is, the rank waits "
+    "for as long as the program works. Wait for locks with a timeout, so that a message names the file."
+)
 
 
 def _plan(view: Timeline, finding: Finding) -> Plan:
@@ -140,7 +144,9 @@ def _held_outside(view: Timeline, ranks: tuple[int, ...]) -> Finding:
     last = view.lock_waits[_chain(view, ranks[0])[-1]]
     text = f"{_waits_words(view, ranks)} {where_words(view, ranks[0])}; {last.holder_words}"
     remedy_outside = _REMEDY_UNKNOWN if last.process is None else _REMEDY_OTHERS
-    remedy = remedy_outside if last.holder is None else _REMEDY_OWN
+    is_programs = last.process is not None and not last.is_inherited
+    remedy_own = _REMEDY_PROGRAM if is_programs else _REMEDY_OWN
+    remedy = remedy_outside if last.holder is None else remedy_own
     return finding(view, ranks, f"{text}{while_others_wait(view, ranks)}.", remedy=remedy)
 
 

@@ -17,9 +17,9 @@ from lightning_ncclsafe.rules.kit import (
 )
 
 _REMEDY = (
-    "Have the native code that {line} calls release the lock while it works (Py_BEGIN_ALLOW_THREADS, pybind11's "
-    "gil_scoped_release, ctypes.CDLL instead of PyDLL), or call it in another process. Which function it is: py-spy "
-    "dump --native --pid {pid}."
+    "Make what {line} calls shorter (another pattern, parts of the data), or call it in another process. In an "
+    "extension of your own, release the lock while it works (Py_BEGIN_ALLOW_THREADS, pybind11's gil_scoped_release, "
+    "ctypes.CDLL instead of PyDLL). Which function it is: py-spy dump --native --pid {pid}."
 )
 # A main thread that gets at least this share of a core is not merely too slow to answer.
 _GETS_A_CORE = 0.5

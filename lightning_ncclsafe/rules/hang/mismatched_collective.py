@@ -18,6 +18,7 @@ from lightning_ncclsafe.rules.kit import (
     aborted_model_run,
     aborted_words,
     alone_in_trainer,
+    apart_words,
     at_words,
     beyond_try,
     call_by_size,
@@ -67,9 +68,14 @@ from lightning_ncclsafe.rules.kit import (
 
 _LOOP = re.compile(r"(?:async )?for (.+?) in ")
 _REMEDY = (
-    "Give this collective tensors of one shape and dtype on all ranks: pad them or exchange their sizes first, as "
-    "torchmetrics' gather_all_tensors does; look for a last batch that is shorter on one rank, for a dtype that "
-    "depends on its data, and for a model that is built differently there."
+    "Give this collective tensors of one shape on all ranks: pad them or exchange their sizes first, as torchmetrics' "
+    "gather_all_tensors does. Look for a last batch that is shorter on one rank or of which nothing is left, for "
+    "several such calls in an order that depends on a rank's data, and for a model that is built differently there."
+)
+_REMEDY_TYPE = (
+    "Give this collective tensors of one dtype on all ranks: name it where the tensor is made (dtype=torch.float32), "
+    "or convert it before the call. Look for a value that becomes float64 or an integer by a rank's own data, as what "
+    "comes from NumPy may, and for another precision on one rank."
 )
 _REMEDY_SHARDED = (
     "Let every rank run the same parts of the model in the same order, on a dummy input where its data does not need "
@@ -79,6 +85,7 @@ _REMEDY_ROOTS = (
     "Name the same source or destination on all ranks, as a global rank (src=0) or within the group (group_src=0): not "
     "the rank itself, and not what each rank works out from its own state."
 )
+_CONFIRMS = 'The end of its output decides: "op.preamble.length <= op.nbytes" confirms this.'
 _DECIDES = (
     " If the stacks show different functions on the ranks, the size is not the problem: one rank skipped "
     "a collective or called an extra one."
@@ -131,7 +138,7 @@ def mismatched_collective(view: Timeline) -> Iterator[Finding]:
 def _roots_finding(view: Timeline, different: DifferentRoots) -> Finding:
     by_root = grouped(different.roots)
     call = different.calls[min(different.calls)]
-    named = ", ".join(f"{ranks_words([root])} on {ranks_words(ranks)}" for root, ranks in sorted(by_root.parts))
+    named = apart_words(f"{ranks_words([root])} on {ranks_words(ranks)}" for root, ranks in sorted(by_root.parts))
     ranks = by_root.deviating
     text = (
         f"{ranks_words(sorted(different.calls))} have called {collective_words(call)} of "
@@ -202,7 +209,7 @@ def _abort(view: Timeline, ended: tuple[int, ...]) -> Finding:
             *condition_evidence(view, ranks),
             *where_evidence(view, other),
         ),
-        remedy=f'{remedy} The end of its output decides: "op.preamble.length <= op.nbytes" confirms this.',
+        remedy=remedy if any(overrun_bytes(view, rank) for rank in ended) else f"{remedy} {_CONFIRMS}",
     )
 
 
@@ -228,16 +235,17 @@ def _finding(view: Timeline, split: Divergence, *, is_alike: bool) -> Finding:
         else ""
     )
     text = f"{calls_words(view, split)} as number {split.seq} of {group_words(split.group)}"
+    remedy = _REMEDY_TYPE if len({numel(call) for call in split.calls.values()}) == 1 else _REMEDY
     return finding(
         view,
         ranks,
-        joined((f"{text}: {_difference(split)}.", gone, _SKIPPED if is_alike and may_have_skipped else "")),
+        joined((f"{text}: {_difference(view, split)}.", gone, _SKIPPED if is_alike and may_have_skipped else "")),
         severity=Severity.ERROR if overrun else None,
         confidence=confidence,
         # The deviating rank may have moved on; the others have not.
         location=_recorded_at(view, split, ranks) or call_location(view, [*ranks, *overrun, *split.calls]),
         evidence=(*call_evidence(split), *ended_process_evidence(view, overrun), *where_evidence(view, split.calls)),
-        remedy=_REMEDY if is_alike else _REMEDY + _DECIDES,
+        remedy=remedy if is_alike else remedy + _DECIDES,
     )
 
 
@@ -261,10 +269,20 @@ def _recorded_at(view: Timeline, split: Divergence, ranks: tuple[int, ...]) -> s
     return location_of(first_user_frame(call.stack for call in calls))
 
 
-def _difference(split: Divergence) -> str:
+def _difference(view: Timeline, split: Divergence) -> str:
     sizes = {numel(call) for call in split.calls.values()}
     types = {call.dtypes for call in split.calls.values()}
     what = " and ".join([*(["size"] if len(sizes) > 1 else []), *(["type"] if len(types) > 1 else [])])
-    if all(call.completed for call in split.calls.values()):
+    if all(call.completed for call in split.calls.values()) and not _has_broken(view, split):
         return f"the operation differs in {what} between ranks; it has completed all the same, with wrong results"
     return f"the operation differs in {what} between ranks and can never complete"
+
+
+def _has_broken(view: Timeline, split: Divergence) -> bool:
+    """Whether a rank has raised in this very call: a call that fails is over, too, and is recorded as completed."""
+    calls = ((view.facts[rank], call.seq) for rank, call in split.calls.items())
+    return any(
+        facts.exception is not None
+        and max((one.seq for one in facts.collectives if one.group == split.group), default=-1) == seq
+        for facts, seq in calls
+    )

@@ -288,6 +288,8 @@ def _finding(view: Timeline, ranks: tuple[int, ...], confidence: Confidence) -> 
     facts = view.facts[ranks[0]]
     steps = facts.steps
     batch = f"batch {steps.skipped_batch} of epoch {steps.skipped_epoch}" if steps.skipped_batch >= 0 else "a batch"
+    are_alike = steps.skipped > 1 and {view.facts[rank].steps.skipped for rank in ranks} == {steps.skipped}
+    batch = f"{steps.skipped} batches, the last one {batch}" if are_alike and steps.skipped_batch >= 0 else batch
     raised = f", which Lightning refuses with several ranks ({facts.exception.type})" if facts.exception else ""
     now = "" if raised else f", and {verb(ranks, 'is', 'are')} now {where_words(view, ranks[0])}"
     text = (

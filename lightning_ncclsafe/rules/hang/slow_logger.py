@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from lightning_ncclsafe.code.libraries import (
+    HOOKS_OF_LOGGERS,
     LOG_WRITERS,
     LOGGING,
     MLFLOW_CLIENT,
@@ -24,6 +25,7 @@ from lightning_ncclsafe.rules.kit import (
     duration_words,
     hang_rule,
     how_we_know,
+    inside_trainer,
     is_in,
     size_words,
     storage_evidence,
@@ -37,6 +39,11 @@ _OFFLOAD = "LoggerOffload"
 _REMEDY = (
     "Take the loggers off the training thread: Trainer(callbacks=[LoggerOffload()]). Without it: log to a directory on "
     "a local disk and copy it away after the run, or log less often (log_every_n_steps, self.log(on_step=False))."
+)
+_REMEDY_UPLOAD = (
+    "Upload checkpoints less often (every_n_epochs, every_n_train_steps or save_top_k of ModelCheckpoint, log_model of "
+    "the logger), from a thread of the logger's own, or after the run: every rank waits while after_save_checkpoint "
+    "runs, which LoggerOffload leaves on the training thread."
 )
 _REMEDY_PYTHON = (
     "Take the handler off the training thread: add a logging.handlers.QueueHandler to the logger in its place, and let "
@@ -83,10 +90,10 @@ def slow_logger(view: Timeline) -> Iterator[Finding]:
         view,
         ranks,
         "is|are held up in a logger",
-        f", writing to {places}" if places else "",
+        f", which writes to {places}" if places else "",
         confidence=confidence,
         evidence=(*how_we_know(view, ranks), *spent, *storage),
-        remedy=_REMEDY,
+        remedy=_REMEDY_UPLOAD if all(_uploads_a_checkpoint(view.facts[rank]) for rank in ranks) else _REMEDY,
     )
 
 
@@ -94,6 +101,11 @@ def _is_in_pythons(facts: RankFacts) -> bool:
     """Whether it is a handler of Python's logging that holds it up, called by the user's code."""
     stack = _with_thread(facts)
     return is_in(PYTHON_LOGGING, stack) and not is_in(LOGGING | LOG_WRITERS, stack)
+
+
+def _uploads_a_checkpoint(facts: RankFacts) -> bool:
+    """Whether the logger was told of a checkpoint that has been saved."""
+    return is_in(HOOKS_OF_LOGGERS, inside_trainer(facts.stack))
 
 
 def _with_thread(facts: RankFacts) -> tuple[Frame, ...]:

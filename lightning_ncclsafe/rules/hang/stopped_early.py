@@ -274,7 +274,7 @@ def _at(view: Timeline, rank: int) -> str:
     if not trainer.batches_begun:
         words = batch_words(view.facts[rank].progress)
         return f"and is {words if words.startswith(('in ', 'before ')) else f'in {words}'}"
-    return f"after {trainer.batches_begun} of {trainer.batches or 'an unknown number of'} batches"
+    return f"with {trainer.batches_begun} of {trainer.batches or 'an unknown number of'} batches begun"
 
 
 def _evidence(view: Timeline, early: tuple[int, ...], places: list[str], did: str) -> Iterator[Evidence]:

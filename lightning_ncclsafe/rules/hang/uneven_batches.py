@@ -213,7 +213,7 @@ def _ended(view: Timeline, short: tuple[int, ...]) -> str:
         most = max(counts.values())
         return f"after {counts[rank]} batches by the end of epoch {progress.epoch - 1}; others had {most}"
     if progress.phase not in _TRAINING or (is_in_another and not is_counted):
-        return f"it is at {batch_words(progress)}"
+        return f"it is{'' if progress.is_between_epochs else ' at'} {batch_words(progress)}"
     # A loader may yield fewer batches than its length.
     count = _lengths(view).get(rank, progress.batch_idx + 1) if is_counted else progress.batch_idx + 1
     of_epoch = f" of epoch {progress.epoch}" if progress.epoch >= 0 else ""

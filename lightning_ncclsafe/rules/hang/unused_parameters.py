@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from lightning_ncclsafe.code.libraries import BACKWARD
-from lightning_ncclsafe.facts import Collective, RankFacts, UnitKind
+from lightning_ncclsafe.facts import Collective, RankFacts, StepFacts, UnitKind
 from lightning_ncclsafe.rules.kit import (
     Confidence,
     Divergence,
@@ -49,6 +49,11 @@ _REMEDY_DDP = (
     "Let every rank use every part of the model in every step: if a rank's data does not need a branch, add its output "
     "times 0 to the loss. find_unused_parameters=True lets DDP continue without them, at the cost of a search in each "
     "step; parameters that nothing uses should have requires_grad=False."
+)
+_REMEDY_FROZEN = (
+    "Freeze the same parameters on all ranks after the same step: by the number of the epoch or step, or let one rank "
+    "decide and broadcast it (trainer.strategy.broadcast). DDP goes on without what is frozen in the course of "
+    "training only with find_unused_parameters=True, at the cost of a search in each step."
 )
 _REMEDY_FSDP = (
     "Let every rank run every wrapped part of the model in every step, on a dummy input where its data does not need "
@@ -178,7 +183,7 @@ def _refusal(view: Timeline, ranks: tuple[int, ...]) -> Finding:
     names = _lacks(view, ranks[0])
     which = _which(names, facts) if names else "some parameters"
     frozen = _which(facts.steps.frozen, facts) if facts.steps.frozen else ""
-    since = f" (frozen since training began: {frozen})" if frozen else ""
+    since = f" (frozen in the course of training: {frozen})" if frozen else ""
     text = (
         f"{ranks_words(ranks)} had no gradient for {which} in the step before {batch_words(facts.progress)}, so "
         f"DDP could not reduce them and raised{since}{while_others_wait(view, ranks)}."
@@ -186,7 +191,8 @@ def _refusal(view: Timeline, ranks: tuple[int, ...]) -> Finding:
     # DDP raises the same in the forward pass after a backward pass that an exception has ended, if that was caught.
     was_ended = any(error.passed.endswith("backward") or is_in(BACKWARD, error.stack) for error in facts.caught)
     confidence = Confidence.LIKELY if was_ended else Confidence.CERTAIN
-    return _finding(view, ranks, text, confidence, _REMEDY_DDP, Severity.ERROR)
+    remedy = _REMEDY_FROZEN if _is_frozen(facts.steps) else _REMEDY_DDP
+    return _finding(view, ranks, text, confidence, remedy, Severity.ERROR)
 
 
 def _which(names: tuple[str, ...], facts: RankFacts) -> str:
@@ -279,9 +285,14 @@ def _finding(
 def _location(view: Timeline, rank: int) -> str:
     """The line that left the part out, if only one may have; else the line that uses it, if known."""
     steps = view.facts[rank].steps
-    is_frozen = bool(steps.frozen) and not steps.without_graph
+    is_frozen = _is_frozen(steps)
     lines = steps.frozen_at if is_frozen else steps.leaves_at
     return lines[0] if len(lines) == 1 else "" if is_frozen else steps.unused_at
+
+
+def _is_frozen(steps: StepFacts) -> bool:
+    """Whether what has no gradient has probably been frozen, rather than left out."""
+    return bool(steps.frozen) and not steps.without_graph
 
 
 def _evidence(view: Timeline, ranks: tuple[int, ...]) -> Iterator[Evidence]:
@@ -294,7 +305,7 @@ def _evidence(view: Timeline, ranks: tuple[int, ...]) -> Iterator[Evidence]:
         if facts.steps.without_gradient:
             text = f"Has no gradient for {_which(facts.steps.without_gradient, facts)}."
             yield Evidence(source="parameters", rank=rank, text=text)
-        if facts.steps.unused_at:
+        if facts.steps.unused_at and not _is_frozen(facts.steps):
             text = f"The part is used, or left out, at {facts.steps.unused_at}."
             yield Evidence(source="source code", rank=rank, text=text)
         for lines, what in ((facts.steps.frozen_at, "freezes"), (facts.steps.leaves_at, "makes the loss without it")):

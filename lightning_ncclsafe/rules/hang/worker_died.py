@@ -74,6 +74,15 @@ _REMEDY_EXITED = (
     "It exited with this status by itself: look at its output for a traceback, and for sys.exit and os._exit in the "
     "dataset and what it calls; run with num_workers=0 to see the error."
 )
+_REMEDY_OWN = (
+    "A process that is ended by SIGSEGV, SIGABRT or SIGBUS fails in native code (a library that was initialised before "
+    "the fork, for instance): run its function in the rank itself to see the error, or start it by 'spawn'."
+)
+_REMEDY_OWN_EXITED = (
+    "It exited with this status by itself: look at its output for a traceback, and for sys.exit and os._exit in what "
+    "it runs. Let it send its exceptions to the rank, and let the rank wait with a timeout and check is_alive(). If "
+    "they share a pipe, the rank has to close the process's end of it, or recv never raises EOFError."
+)
 _REMEDY_ENDED = (
     "Something asked it to exit: a scheduler whose time limit is reached or that takes the host away, Ctrl-C, kill. "
     "Find out what ended the job, rather than looking at its workers."
@@ -232,6 +241,7 @@ def _waits_in_vain(view: Timeline, rank: int) -> Finding:
     waits = "waits for another process" if is_own else "waits for its dataloader"
     frame = deepest_user_frame(chosen.stack)
     calls = _calls(view, chosen.exit_code, chosen.signal)
+    exited = _REMEDY_OWN_EXITED if is_own else _REMEDY_EXITED
     text = (
         f"Rank {rank} {waits}, and its child process {chosen.pid} {_end_words(chosen)}{at_words(frame)}"
         f"{_killer(facts, chosen.signal)}: {where_words(view, rank)}{while_others_wait(view, (rank,))}."
@@ -243,11 +253,11 @@ def _waits_in_vain(view: Timeline, rank: int) -> Finding:
         confidence=_confidence(facts, is_own=is_own),
         location=location_of(frame) if frame is not None else None,
         evidence=(
-            *_evidence(facts),
+            *_evidence(facts, is_own=is_own),
             *calls.evidence(rank),
             *how_we_know(view, (rank,)),
         ),
-        remedy=_remedy(facts, chosen.signal) if chosen.exit_code is None else _REMEDY_EXITED,
+        remedy=_remedy(facts, chosen.signal, is_own=is_own) if chosen.exit_code is None else exited,
     )
 
 
@@ -315,7 +325,8 @@ def _killer(facts: RankFacts, signal: str) -> str:
     return ", and the kernel's out-of-memory killer was active on its host" if has_struck else ""
 
 
-def _evidence(facts: RankFacts) -> Iterator[Evidence]:
+def _evidence(facts: RankFacts, *, is_own: bool = False) -> Iterator[Evidence]:
+    """How its processes have ended, and what may have ended them; loaders, unless it is a process of the user's."""
     for child in facts.machine.ended[:8]:
         ago = f" {duration_words(child.ago_s)} ago" if child.ago_s is not None else ""
         then = "; its parent has collected it, and may have replaced it" if child.is_replaced else ""
@@ -326,14 +337,16 @@ def _evidence(facts: RankFacts) -> Iterator[Evidence]:
             f"The kernel's out-of-memory killer has ended {kills} process{'' if kills == 1 else 'es'} since the start."
         )
         yield Evidence(source="host", rank=facts.rank, text=text)
-    for loader in facts.loaders:
+    for loader in facts.loaders if not is_own else ():
         text = f"{loader.dataset or 'A dataset'} is read with num_workers={loader.num_workers}."
         yield Evidence(source="loader", rank=facts.rank, text=text)
-    yield from memory_evidence(facts)
+    # A process that exits by itself was not ended for want of memory.
+    if not is_own or any(child.signal for child in facts.machine.ended):
+        yield from memory_evidence(facts)
 
 
-def _remedy(facts: RankFacts, signal: str) -> str:
+def _remedy(facts: RankFacts, signal: str, *, is_own: bool = False) -> str:
     if signal in _ENDS:
         return _REMEDY_ENDED
     memory = signal in _KILLS or bool(facts.host_facts.oom_kills) or short_of_memory(facts.host_facts)
-    return _REMEDY_KILLED if memory else _REMEDY
+    return _REMEDY_KILLED if memory else _REMEDY_OWN if is_own else _REMEDY

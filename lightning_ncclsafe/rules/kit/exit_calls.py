@@ -32,7 +32,7 @@ class ExitCalls(NamedTuple):
             yield Evidence(source="source code", rank=rank, text=text)
             return
         for call in self.possible if len(self.possible) <= _FEW else ():
-            text = f"{call.code} at {short_place(call.place)} would end a process without an exception."
+            text = f"{call.code} at {short_place(call.place)} may end a process in this way."
             yield Evidence(source="source code", rank=rank, text=text)
 
 
@@ -50,6 +50,8 @@ def exit_calls(view: Timeline, *, status: int | None, signal: str, may_raise: bo
         # What sends a signal from outside, or fails in native code, is more frequent: no line is named.
         return ExitCalls(None, tuple(call for call in able if call.signal == signal))
     able = [call for call in able if not call.signal and (status is None or call.status in (status, None))]
+    # Those with this very status come first.
+    able.sort(key=lambda call: call.status is None)
     is_known = len(able) == 1 and status is not None and able[0].status == status
     return ExitCalls(able[0] if is_known else None, tuple(able))
 

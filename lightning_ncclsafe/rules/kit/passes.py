@@ -7,7 +7,7 @@ from lightning_ncclsafe.facts import StepFacts
 from lightning_ncclsafe.rules.kit.parts import ranks_by
 from lightning_ncclsafe.rules.kit.rule import once
 from lightning_ncclsafe.rules.kit.timeline import Timeline
-from lightning_ncclsafe.rules.kit.wording import ranks_words
+from lightning_ncclsafe.rules.kit.wording import apart_words, ranks_words
 
 _MADE = ("backward passes", "backward passes that reduce nothing")
 # Backward passes per batch with automatic optimization, unless the optimizer evaluates the loss again.
@@ -72,8 +72,8 @@ class DifferentCounts(NamedTuple):
 
     @property
     def words(self) -> str:
-        """``"1 on rank 1, 2 on ranks 0, 2"``."""
-        return ", ".join(f"{count} on {ranks_words(who)}" for count, who in sorted(self._by_count().items()))
+        """``"1 on rank 1 but 2 on ranks 0, 2"``."""
+        return apart_words(f"{count} on {ranks_words(who)}" for count, who in sorted(self._by_count().items()))
 
     @property
     def ranks(self) -> tuple[int, ...]:

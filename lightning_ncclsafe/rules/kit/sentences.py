@@ -44,6 +44,7 @@ _STAGES = {
     Phase.TEST: "in test",
     Phase.PREDICT: "in prediction",
 }
+_OF_TRAINING = (Phase.TRAIN, Phase.CHECKPOINT, Phase.FINISHED)
 _VARIANTS = 3
 _EXITS = ("SystemExit",)
 _WHOLE = re.compile(r"-?\d{1,9}")
@@ -128,11 +129,16 @@ def straggler_finding(
 
 
 def batch_words(progress: Progress) -> str:
-    """``"batch 118 of epoch 2"``, with the stage unless it is training; numbered from 0, as Lightning does."""
+    """``"batch 118 of epoch 2"``, with the stage unless it is training; numbered from 0, as Lightning does.
+
+    ``"after epoch 2"`` once that is over and before another begins.
+    """
     stage = _STAGES.get(progress.phase, "")
     if progress.phase is Phase.UNKNOWN:
         return "at an unknown batch"
     of_epoch = f" of epoch {progress.epoch}" if progress.epoch >= 0 else ""
+    if progress.is_between_epochs and progress.phase in _OF_TRAINING:
+        return f"after epoch {progress.epoch - 1}"
     if progress.phase in (Phase.INIT, Phase.SANITY_CHECK) or progress.batch_idx < 0:
         return stage or (f"before the first batch{of_epoch}" if of_epoch else "in training")
     batch = f"batch {progress.batch_idx}{of_epoch}"
@@ -144,7 +150,8 @@ def where_words(view: Timeline, rank: int) -> str:
     doing, progress = view.activities[rank], view.facts[rank].progress
     span = _span_words(view, rank)
     if doing.kind is Kind.FINISHED:
-        after = f", after {batch_words(progress)}" if progress.batch_idx >= 0 else ""
+        batch = batch_words(progress)
+        after = f", {batch}" if progress.is_between_epochs else f", after {batch}" if progress.batch_idx >= 0 else ""
         return f"past the end of the Trainer{after}, {span}"
     hook = f"in {doing.hook}" if doing.hook else ""
     where = " ".join(part for part in (hook, place_words(doing.place)) if part)
@@ -233,14 +240,18 @@ def user_location(view: Timeline, ranks: Iterable[int]) -> str:
 
 
 def stack_evidence(view: Timeline, ranks: Iterable[int]) -> list[Evidence]:
-    """One line per rank: what its main thread is in, and at which line."""
+    """One line per rank: what its main thread is in, and at which line, or where it raised."""
     evidence = []
     for rank in list(ranks)[:_LISTED]:
-        doing = view.activities[rank]
-        stack = view.facts[rank].stack
-        line = doing.place or doing.frame or (stack[-1] if stack else None)
+        doing, facts = view.activities[rank], view.facts[rank]
+        raised = facts.exception
+        line = doing.place or doing.frame or (facts.stack[-1] if facts.stack else None)
+        # Since it has raised, it is in the guard's own code.
+        line = line if raised is None else exception_place(facts)
         if line is not None:
-            text = f"Is in {doing.kind.value}, {line_words(line)}"
+            does = f"Raised {raised.type}" if raised is not None else f"Is in {doing.kind.value}"
+            does = "Has finished its call of the Trainer" if raised is None and doing.kind is Kind.FINISHED else does
+            text = f"{does}, {line_words(line)}"
             evidence.append(Evidence(source="stack", rank=rank, text=text))
         evidence += _thread_evidence(view, rank) if doing.waits_alone else []
     return evidence
@@ -263,7 +274,14 @@ def phase_evidence(view: Timeline, ranks: Iterable[int]) -> list[Evidence]:
     """One line per rank: phase, hook and batch."""
     known = (rank for rank in ranks if view.facts[rank].progress.phase is not Phase.UNKNOWN)
     listed = list(known)[:_LISTED]
-    return [Evidence(source="phase", rank=rank, text=f"Is {where_words(view, rank)}.") for rank in listed]
+    return [Evidence(source="phase", rank=rank, text=f"{_phase_words(view, rank)}.") for rank in listed]
+
+
+def _phase_words(view: Timeline, rank: int) -> str:
+    facts = view.facts[rank]
+    if facts.exception is not None:
+        return f"Raised {facts.exception.type}, {batch_words(facts.progress)}"
+    return f"Is {where_words(view, rank)}"
 
 
 def recorder_evidence(view: Timeline) -> list[Evidence]:
@@ -347,8 +365,15 @@ def how_we_know(view: Timeline, ranks: Iterable[int]) -> tuple[Evidence, ...]:
 def exception_evidence(facts: RankFacts) -> Iterator[Evidence]:
     """A rank's exception, if it raised one."""
     if facts.exception is not None:
-        text = f"{facts.exception.type}: {facts.exception.message}"
-        yield Evidence(source="exception", rank=facts.rank, text=text)
+        yield Evidence(source="exception", rank=facts.rank, text=exception_words(facts.exception))
+
+
+def exception_words(exception: ExceptionFacts) -> str:
+    """``"ValueError: bad label"``, as Python prints it; without the traceback that a loader's worker has sent."""
+    message = exception.message
+    if message.startswith("Caught ") and len(lines := [line for line in message.splitlines() if line.strip()]) > 1:
+        message = f"{lines[0]} {lines[-1].strip()}"
+    return f"{exception.type}: {message}" if message else exception.type
 
 
 def tried_words(host: SilentHost | TriedAddress) -> str:

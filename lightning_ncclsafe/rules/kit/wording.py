@@ -169,7 +169,19 @@ def call_words(collective: Collective) -> str:
 def _amount(collective: Collective) -> list[str]:
     count = numel(collective)
     kind = f" of {collective.dtypes[0]}" if collective.dtypes else ""
-    return [f"{counted(count, 'element')}{kind}"] if count else []
+    if count:
+        return [f"{counted(count, 'element')}{kind}"]
+    # A barrier has no shapes.
+    is_empty = any(0 in shape for shape in (*collective.input_sizes, *collective.output_sizes))
+    return ["an empty tensor"] if is_empty else []
+
+
+def apart_words(parts: Iterable[str]) -> str:
+    """``"3 on ranks 0, 2 but 4 on rank 1"``: no comma of a list of ranks is taken for one between what differs."""
+    listed = [*parts]
+    if len(listed) == 2:
+        return " but ".join(listed)
+    return ("; " if any(", " in part for part in listed) else ", ").join(listed)
 
 
 def group_words(name: str, description: str = "") -> str:

@@ -1,7 +1,9 @@
 """What to do about diverged collectives, by their reason."""
 
+from dataclasses import replace
+
 from lightning_ncclsafe.code.libraries import MODEL_CHECKPOINT
-from lightning_ncclsafe.rules.kit import Timeline, is_in, stack_of
+from lightning_ncclsafe.rules.kit import Finding, Timeline, is_in, short_place, stack_of
 
 SAME_CALLS = (
     "Make every rank call the same collectives in the same order: no self.log(sync_dist=True), metric.compute(), "
@@ -13,6 +15,11 @@ _MODEL_CHECKPOINT = (
     "not under a condition."
 )
 MONITORED_KEY = f"{_MODEL_CHECKPOINT} So does EarlyStopping."
+_DECIDED = (
+    "Make this call on all ranks or on none: move it out of what {place} decides, or let all ranks decide alike there, "
+    "by a value that is the same on all of them (a number of steps, a metric logged with sync_dist=True) or that one "
+    "rank broadcasts (trainer.strategy.broadcast)."
+)
 PASSES = (
     "Make the same number of backward passes on all ranks in every batch: agree before one rank repeats or divides a "
     "batch, and use no optimizer that evaluates the loss as often as each rank's own values require (LBFGS). Training "
@@ -42,3 +49,11 @@ def same_calls(view: Timeline) -> str:
     """The general remedy, with a note on ModelCheckpoint if a rank is in it."""
     in_checkpoint = any(is_in(MODEL_CHECKPOINT, stack_of(view, rank)) for rank in view.facts)
     return f"{SAME_CALLS} {_MODEL_CHECKPOINT}" if in_checkpoint else SAME_CALLS
+
+
+def as_decided(finding: Finding) -> Finding:
+    """The same finding; if a line may have decided about the call, with what to do there as its remedy."""
+    is_general = finding.remedy in ("", SAME_CALLS, f"{SAME_CALLS} {_MODEL_CHECKPOINT}")
+    if not is_general or not finding.decided_at:
+        return finding
+    return replace(finding, remedy=_DECIDED.format(place=short_place(finding.decided_at)))

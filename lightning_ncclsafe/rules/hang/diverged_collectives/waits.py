@@ -12,6 +12,7 @@ from lightning_ncclsafe.rules.kit import (
     Finding,
     Kind,
     Timeline,
+    apart_words,
     call_location,
     called_at,
     capitalised,
@@ -152,7 +153,7 @@ def _different_numbers(view: Timeline) -> Finding | None:
     for name, counts in sorted(calls.items()):
         by_count = ranks_by(counts)
         if len(by_count) > 1 and sum(map(len, by_count.values())) == len(view.facts):
-            numbers = ", ".join(f"{count:,} on {ranks_words(who)}" for count, who in by_count.items())
+            numbers = apart_words(f"{count:,} on {ranks_words(who)}" for count, who in by_count.items())
             ranks = minority(by_count.values()) or tuple(view.facts)
             text = (
                 f"at the same point of the training, ranks have called different numbers of collectives of "

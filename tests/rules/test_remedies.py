@@ -1,0 +1,154 @@
+"""What is said suits the case: what ranks are told to do, and how what they do is called."""
+
+from dataclasses import replace
+
+import call_scenes
+import pytest
+import scenes
+from builders import GLOO, NEXT, NEXT_DATA, RUN, TRAINING_STEP, job, process, raised, user
+from call_scenes import ALL_GATHER, INDUCTOR, with_size
+from judged import first
+
+from lightning_ncclsafe.facts import LoaderFacts, Phase, ProcessFacts, Progress, RankFacts, StepFacts
+from lightning_ncclsafe.facts.findings import Evidence, Finding
+from lightning_ncclsafe.report.ranks import rank_table
+from lightning_ncclsafe.rules.kit.sentences import batch_words
+
+SEMAPHORE = replace(user("__enter__", 95, file="/usr/lib/python3.11/multiprocessing/synchronize.py"), user=False)
+UPLOAD = user("after_save_checkpoint", 30, file="/home/me/registry.py")
+
+
+def texts(finding: Finding, source: str, rank: int | None = None) -> list[str]:
+    def is_wanted(item: Evidence) -> bool:
+        return item.source == source and (rank is None or item.rank == rank)
+
+    return [item.text for item in finding.evidence if is_wanted(item)]
+
+
+@pytest.mark.parametrize(
+    ("phase", "words"),
+    [
+        (Phase.TRAIN, "after epoch 1"),
+        (Phase.FINISHED, "after epoch 1"),
+        (Phase.INIT, "before the first batch"),
+        (Phase.TEST, "batch 5 of epoch 2, in test"),
+    ],
+)
+def test_an_epoch_that_may_never_begin_has_no_batch(phase: Phase, words: str) -> None:
+    assert batch_words(Progress(phase=phase, epoch=2, batch_idx=5, is_between_epochs=True)) == words
+
+
+def test_a_rank_that_has_finished_is_not_in_anything() -> None:
+    facts = scenes.short_rank_finished(GLOO)
+    finished = next(line for line in rank_table(facts) if "phase finished" in line)
+    assert finished.endswith("; has finished")
+    assert not any("is in finished" in line for line in rank_table(facts))
+
+
+def test_a_rank_that_has_raised_is_not_said_to_be_in_the_guards_own_wait() -> None:
+    finding = first(call_scenes.overrun_rank(GLOO))
+    raised_at = [text for text in texts(finding, "stack") if text.startswith("Raised RuntimeError, ")]
+    assert raised_at and all("train.py:57 in training_step" in text for text in raised_at)
+    assert all(text == "Raised RuntimeError, batch 11 of epoch 0." for text in texts(finding, "phase"))
+    lines = [line for line in rank_table(call_scenes.overrun_rank(GLOO)) if line.endswith("; raised RuntimeError")]
+    assert lines and all("train.py:57 in training_step; " in line for line in lines)
+
+
+def skipped(count: int, *, by_others: int = 0) -> Finding:
+    steps = StepFacts(with_backward=12, skipped=count, skipped_epoch=0, skipped_batch=11, returns_nothing=("/a.py:9",))
+    others = StepFacts(with_backward=12 + count - by_others, skipped=by_others, skipped_epoch=0, skipped_batch=2)
+    ahead = replace(GLOO.working(1, user("log", 80), seq=60, batch=12, action=TRAINING_STEP), steps=steps)
+    return first(job(*(ahead if n == 1 else replace(GLOO.waiting(n, seq=61), steps=others) for n in range(4))))
+
+
+def test_all_skipped_batches_are_counted() -> None:
+    assert "Rank 1 has skipped batch 11 of epoch 0: " in skipped(1).summary
+    assert "Rank 1 has skipped 9 batches, the last one batch 11 of epoch 0: " in skipped(9).summary
+
+
+def sized(sizes: tuple[tuple[int, ...], ...]) -> Finding:
+    line = user("gathered", 57)
+    ranks = (GLOO.rank(n, line, ALL_GATHER, op="all_gather", seq=61, outstanding=1) for n in range(4))
+    return first(job(*(with_size(facts, 61, sizes) if facts.rank == 1 else facts for facts in ranks)))
+
+
+def test_an_empty_tensor_is_called_one() -> None:
+    assert "rank 1 called all_gather (an empty tensor)" in sized(((0, 4),)).summary
+
+
+def test_tensors_of_another_size_are_padded_and_those_of_another_type_converted() -> None:
+    assert "pad them" in first(call_scenes.another_size(GLOO)).remedy
+    other_type = first(call_scenes.another_type(GLOO)).remedy
+    assert "dtype=torch.float32" in other_type and "pad" not in other_type
+
+
+def test_a_call_that_broke_has_not_completed() -> None:
+    """Gloo's recorder has a call that raised as completed."""
+    facts = call_scenes.overrun_rank(GLOO)
+    ranks = (
+        replace(one, collectives=(*one.collectives[:-1], replace(one.collectives[-1], completed=True)))
+        for one in facts.ranks
+    )
+    assert "completed all the same" not in first(replace(facts, ranks=tuple(ranks))).summary
+
+
+def compiling(**more: object) -> Finding:
+    late = GLOO.working(0, user("forward", 7), INDUCTOR, seq=60, action=TRAINING_STEP)
+    return first(job(replace(late, **more), *(GLOO.waiting(rank, seq=61) for rank in (1, 2, 3))))  # type: ignore[arg-type]
+
+
+def test_who_compiles_again_is_told_about_shapes_and_not_about_caches() -> None:
+    assert "TORCHINDUCTOR_CACHE_DIR" in compiling().remedy
+    assert compiling(steps=StepFacts(with_backward=5)).remedy.startswith("It has trained before")
+
+
+def logging(*frames: object) -> Finding:
+    facts = scenes.logger_flushes(GLOO)
+    culprit = facts.ranks[0]
+    stack = (*culprit.stack[:2], *frames, *culprit.stack[2:])
+    return first(replace(facts, ranks=(replace(culprit, stack=stack), *facts.ranks[1:])))
+
+
+def test_an_upload_of_a_checkpoint_is_not_left_to_what_does_not_take_it() -> None:
+    assert "LoggerOffload()" in logging().remedy
+    assert logging(UPLOAD).remedy.startswith("Upload checkpoints less often")
+
+
+def stalled(*workers: ProcessFacts) -> Finding:
+    culprit = GLOO.working(2, NEXT_DATA, seq=60, action=NEXT)
+    culprit = replace(culprit, workers=workers, loaders=(LoaderFacts(dataset="Archive", num_workers=len(workers)),))
+    return first(job(*(culprit if rank == 2 else GLOO.waiting(rank, seq=61) for rank in range(4))))
+
+
+def test_a_worker_that_waits_for_a_lock_of_multiprocessing_is_told_so() -> None:
+    worker = process(2, "sleeping", stack=(user("unpacked", 516, code="with self.lock:"), SEMAPHORE))
+    assert stalled(worker).remedy.startswith("This line waits for a lock that nobody releases")
+    assert "(its only worker is sleeping at train.py:516 in unpacked)" in stalled(worker).summary
+
+
+def test_a_loader_without_workers_may_never_come_to_a_sample() -> None:
+    assert "whether it ever comes to the next sample" in stalled().remedy
+
+
+def exit_of(rank: RankFacts) -> Finding:
+    return first(job(raised(rank, "SystemExit", "", RUN, user("loaded", 229)), GLOO.waiting(1, seq=61), world=2))
+
+
+def test_an_exit_from_an_error_is_told_with_that_error() -> None:
+    rank = raised(GLOO.working(0, seq=60), "SystemExit", "", RUN, user("loaded", 229))
+    assert rank.exception is not None
+    rank = replace(rank, exception=replace(rank.exception, handled="EOFError: Ran out of input"))
+    summary = first(job(rank, GLOO.waiting(1, seq=61), world=2)).summary
+    assert summary.endswith(". It exited while it handled EOFError: Ran out of input.")
+    assert "handled" not in exit_of(GLOO.working(0, seq=60)).summary
+
+
+def test_the_traceback_of_a_worker_is_no_part_of_what_was_raised() -> None:
+    told = "Caught KeyError in DataLoader worker process 0."
+    message = f"{told}\nOriginal Traceback (most recent call last):\n  File \"/a.py\", line 3, in f\n\nKeyError: 'x'\n"
+    finding = first(job(raised(GLOO.working(0, seq=60), "KeyError", message, RUN), GLOO.waiting(1, seq=61), world=2))
+    assert texts(finding, "exception") == [f"KeyError: {told} KeyError: 'x'"]
+
+
+def test_an_exception_without_a_message_has_no_colon() -> None:
+    assert texts(exit_of(GLOO.working(0, seq=60)), "exception") == ["SystemExit"]
