@@ -12,6 +12,7 @@ from lightning_ncclsafe.facts import (
     ChildProcess,
     Collective,
     EndedProcess,
+    ExitCall,
     Frame,
     GarbageFacts,
     GpuFacts,
@@ -20,6 +21,7 @@ from lightning_ncclsafe.facts import (
     IncidentKind,
     InterfaceFacts,
     JobFacts,
+    LoaderFacts,
     MainThreadFacts,
     Phase,
     PressureFacts,
@@ -659,3 +661,21 @@ def test_a_late_rank_is_late_whatever_can_be_reached() -> None:
     late = scenes.at_work(GLOO)
     ranks = scenes.on_two_hosts(*late.ranks)
     assert rules_found(replace(late, ranks=ranks, tried=(lost,))) == ["rank-behind"]
+
+
+def test_a_process_of_the_users_own_is_no_worker_of_a_loader() -> None:
+    """What is to be done about it has nothing to do with the loader, and a call that kills so comes first."""
+    kills = ExitCall(code="os.kill(os.getpid(), 9)", place="/home/me/train.py:49 in end", signal="SIGKILL")
+    facts = scenes.queue_that_nobody_fills(GLOO)
+    ranks = tuple(replace(one, loaders=(LoaderFacts(dataset="Digits"),), exit_calls=(kills,)) for one in facts.ranks)
+    finding = first(replace(facts, ranks=ranks))
+    assert not any(item.source == "loader" for item in finding.evidence)
+    assert [item.source for item in finding.evidence][:2] == ["process", "source code"]
+    assert finding.remedy.startswith("Look first at what leads to os.kill(os.getpid(), 9) at train.py:49 in end.")
+    assert "SIGKILL comes from outside" in finding.remedy
+    assert "num_workers" not in finding.remedy
+    assert "prefetch_factor" not in finding.remedy
+    assert finding.remedy.endswith("wait with a timeout and check Process.is_alive() or its exitcode.")
+    exited = (EndedProcess(pid=9, exit_code=1),)
+    ranks = tuple(replace(one, machine=replace(one.machine, ended=exited if one.rank == 2 else ())) for one in ranks)
+    assert "in what it runs" in first(replace(facts, ranks=ranks)).remedy
