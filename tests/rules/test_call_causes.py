@@ -590,6 +590,13 @@ def test_a_variable_that_nothing_reads_is_named() -> None:
     assert "Nothing reads NCCL_TIMEOUT" in finding["timeout-misuse"].remedy
 
 
+def test_after_the_first_batch_it_matters_why_a_rank_compiles() -> None:
+    scene = scenes.one_rank_compiles(GLOO)
+    for batch, remedy in ((0, "Give the first batch more time"), (3, "TORCH_LOGS=recompiles says why")):
+        ranks = (replace(one, progress=replace(one.progress, batch_idx=batch, epoch=0)) for one in scene.ranks)
+        assert found(replace(scene, ranks=tuple(ranks)))["compile-skew"].remedy.startswith(remedy)
+
+
 def test_what_a_compiler_calls_is_not_the_line_that_compiles() -> None:
     """A back end of the user's, or a function that is traced."""
     scene = scenes.one_rank_compiles(GLOO)
@@ -1110,8 +1117,8 @@ def _own_path(rank: int) -> RankFacts:
 @pytest.mark.parametrize(
     ("with_path", "ranks", "words"),
     [
-        (1, (0,), "ckpt_path is set on rank 0, not set on ranks 1-3"),
-        (3, (3,), "ckpt_path is set on ranks 0-2, not set on rank 3"),
+        (1, (0,), "ckpt_path is set on rank 0 and not set on ranks 1-3"),
+        (3, (3,), "ckpt_path is set on ranks 0-2 and not set on rank 3"),
     ],
 )
 def test_ranks_of_which_only_some_resume_have_different_settings(

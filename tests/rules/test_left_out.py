@@ -298,6 +298,17 @@ def test_a_rank_that_is_past_an_epoch_that_has_not_run_out_has_stopped_early() -
     assert "stopped-early" not in rules(job(ranks[0], inside, ranks[2], world=3))
 
 
+@pytest.mark.parametrize(("epoch", "words"), [(1, "after 3 of 6 batches,"), (2, "after 3 of 6 batches of epoch 1,")])
+def test_a_rank_that_has_finished_may_have_left_a_later_epoch(epoch: int, words: str) -> None:
+    """Whatever ended its epoch may have ended all others, too: its batches are of the last one."""
+    done = GLOO.finished(1, seq=60, batch=-1, epoch=epoch, world=3)
+    ranks = (trained(done if n == 1 else GLOO.waiting(n, seq=61, batch=3, world=3)) for n in range(3))
+    finding = first(job(*ranks, world=3))
+    assert (finding.rule, finding.ranks) == ("stopped-early", (1,))
+    assert f" {words} while ranks 0, 2 are still in batch 3 of epoch 0" in finding.summary
+    assert f"Rank 1: finished, {words[:-1]}." in [item.text for item in finding.evidence]
+
+
 def _ahead(
     *still: int, batch: int = 3, action: str = BACKWARD, begun: int = 6, epochs: str = "6", later: int = 0
 ) -> JobFacts:
@@ -528,7 +539,7 @@ def test_a_rank_that_has_changed_when_it_ends_and_trains_on_has_other_settings()
     longer = trained(GLOO.waiting(1, seq=61, batch=0, epoch=6), max_epochs="7")
     finding = first(job(ended[0], longer, *ended[1:]))
     assert (finding.rule, finding.ranks, finding.confidence) == ("different-trainer-settings", (1,), LIKELY)
-    assert "max_epochs is 6 on ranks 0, 2-3, 7 on rank 1" in finding.summary
+    assert "max_epochs is 6 on ranks 0, 2-3 and 7 on rank 1" in finding.summary
     assert finding.location == RETURN
     assert longer.trainer is not None
     several = replace(longer, trainer=replace(longer.trainer, ended_at=(RETURN, GUARD)))

@@ -222,6 +222,8 @@ def test_a_program_at_the_other_end_of_a_pipe_is_no_disk(channel: str, does: str
     assert finding.summary.endswith(f" Rank 2 {does} its child process 123 (sh -c), which is sleeping.")
     told = first(in_pipe("pipe:[4711]", ChildProcess(pid=123, parent=7, state="zombie"), channel=channel))
     assert told.summary.endswith(f" Rank 2 {does} its child process 123, which has ended.")
+    assert finding.remedy.startswith("Look at what process 123 is doing")
+    assert told.remedy.startswith("This rank does not wait in a collective")
 
 
 def test_where_the_kernel_does_not_say_the_line_alone_is_not_much() -> None:
@@ -294,6 +296,7 @@ def test_a_rank_that_answers_while_it_collects_is_in_a_finalizer() -> None:
     finding = first(scenes.at_work(GLOO, garbage=GarbageFacts(running_s=21.0)))
     assert (finding.rule, finding.confidence) == ("gc-pause", Confidence.LIKELY)
     assert "has been in Python's garbage collector for 21 s, in a finalizer that it has called" in finding.summary
+    assert "A collection began 21 s ago and is not over." in [item.text for item in finding.evidence]
     assert finding.remedy.startswith("Let no __del__")
 
 

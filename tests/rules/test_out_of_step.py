@@ -399,6 +399,7 @@ def test_entries_of_a_state_that_is_gathered_one_by_one_have_to_be_as_many() -> 
     assert (finding.rule, finding.ranks, finding.confidence) == ("diverged-log-keys", (0, 1), LIKELY)
     assert finding.location == f"{USER_FILE}:70 in on_validation_epoch_end"
     assert "'boxes' is gathered entry by entry" in finding.summary
+    assert not any(item.source == "logger" for item in finding.evidence), "no rank has logged anything"
     assert first(synchronises(())).rule == "diverged-collectives"
     assert first(synchronises(("boxes",), ZERO)).rule == "diverged-collectives"
 
@@ -721,6 +722,13 @@ def test_a_rank_that_gloo_aborts_as_another_validates_by_its_own_clock() -> None
         "Ranks 1-2 have begun to validate by their own clock, while rank 0 is still in batch 4 of epoch 0; gloo has "
         "ended the process of rank 0"
     )
+
+
+def test_what_gloo_has_said_needs_not_be_looked_for() -> None:
+    facts = aborted_beside_validation(by_clock=False)
+    told = [one for one in judge(facts).findings if one.rule == "mismatched-collective"]
+    assert told
+    assert not any("output decides" in one.remedy for one in told)
 
 
 @pytest.mark.parametrize("other", [{"by_clock": False}, {"seen": None}, {"seen": Phase.VALIDATE}], ids=str)

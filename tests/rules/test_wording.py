@@ -2,7 +2,8 @@
 
 import pytest
 
-from lightning_ncclsafe.facts import Collective, Frame
+from lightning_ncclsafe.facts import Action, Collective, Frame, Phase, Progress
+from lightning_ncclsafe.rules.kit.sentences import batch_words
 from lightning_ncclsafe.rules.kit.wording import (
     call_words,
     collective_words,
@@ -87,3 +88,21 @@ def test_a_line_is_under_a_condition_or_past_the_jump_of_the_other_ranks() -> No
     assert under_words(past) == "past the `return` under `if rank != 0:` (line 4)"
     kept = "The `return` under `if rank != 0:` (line 4) keeps other ranks from /a/train.py:9 in evaluate."
     assert encloses_words(past, frame) == kept
+
+
+@pytest.mark.parametrize(
+    ("phase", "batch", "hook", "words"),
+    [
+        (Phase.TRAIN, 5, "[Callback]Export.on_train_end", "after epoch 1"),
+        (Phase.TRAIN, 5, "[LightningModule]Net.on_fit_end", "after epoch 1"),
+        (Phase.TRAIN, 5, "[LightningDataModule]Data.teardown", "after epoch 1"),
+        (Phase.TRAIN, 5, "[LightningModule]Net.on_train_epoch_end", "batch 5 of epoch 2"),
+        (Phase.FINISHED, -1, "", "after epoch 1"),
+        (Phase.FINISHED, 5, "", "batch 5 of epoch 2"),
+        (Phase.TRAIN, -1, "", "before the first batch of epoch 2"),
+    ],
+)
+def test_past_the_training_no_epoch_is_told_that_never_began(phase: Phase, batch: int, hook: str, words: str) -> None:
+    """Lightning's counter is one further then, and its batch is still the last one of the last epoch."""
+    actions = (Action(name=hook, for_s=1.0),) if hook else ()
+    assert batch_words(Progress(phase=phase, actions=actions, epoch=2, batch_idx=batch)) == words

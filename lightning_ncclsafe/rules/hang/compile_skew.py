@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from lightning_ncclsafe.facts import Phase
 from lightning_ncclsafe.rules.kit import (
     Evidence,
     Finding,
@@ -17,6 +18,11 @@ from lightning_ncclsafe.rules.kit import (
 )
 
 _LISTED = 8
+_REMEDY_LATER = (
+    "TORCH_LOGS=recompiles says why it compiles here, after the first batch. If the shape of this batch is new, pad "
+    "batches to few shapes, or use torch.compile(dynamic=True). If this code runs for the first time, run it once on "
+    "all ranks before they train, or give all hosts the same warm caches (TORCHINDUCTOR_CACHE_DIR, TRITON_CACHE_DIR)."
+)
 
 
 @hang_rule(
@@ -49,7 +55,13 @@ def compile_skew(view: Timeline) -> Iterator[Finding]:
     if ranks:
         text = f"{clause(ranks, 'compiles|compile')}, {where_words(view, ranks[0])}{while_others_wait(view, ranks)}"
         evidence = (*_evidence(view, ranks), *how_we_know(view, ranks))
-        yield finding(view, ranks, f"{text}{_cold_cache_words(view, ranks)}.", evidence=evidence)
+        remedy = _REMEDY_LATER if _is_past_first_batch(view, ranks[0]) else ""
+        yield finding(view, ranks, f"{text}{_cold_cache_words(view, ranks)}.", evidence=evidence, remedy=remedy)
+
+
+def _is_past_first_batch(view: Timeline, rank: int) -> bool:
+    progress = view.facts[rank].progress
+    return progress.phase is Phase.TRAIN and (progress.epoch > 0 or progress.batch_idx > 0)
 
 
 def _cold_cache_words(view: Timeline, ranks: tuple[int, ...]) -> str:

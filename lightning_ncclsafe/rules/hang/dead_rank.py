@@ -146,7 +146,7 @@ def dead_rank(view: Timeline) -> Iterator[Finding]:
         yield _finding(view, gone, _confidence(view, gone, calls), one, many, end, calls)
     elif (presumed := _presumed(view)) and not alone_in_trainer(view):
         yield _finding(
-            view, presumed, Confidence.LIKELY, "disappeared silently", "disappeared silently", _End(), _NO_CALLS
+            view, presumed, Confidence.LIKELY, "has probably ended", "have probably ended", _End(), _NO_CALLS
         )
 
 
@@ -347,7 +347,7 @@ def _may_be_aborted_by_gloo(view: Timeline, ranks: tuple[int, ...], end: _End) -
     """Whether gloo may have ended one of them: nothing else is known to have, and the ranks are on gloo."""
     if end.status is not None:
         return False
-    ended = any(rank in view.witnesses and signal_of(view, rank) in ("", "SIGABRT") for rank in ranks)
+    ended = any(rank not in view.witnesses or signal_of(view, rank) in ("", "SIGABRT") for rank in ranks)
     return ended and is_on_gloo(view)
 
 

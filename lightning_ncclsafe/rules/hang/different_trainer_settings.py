@@ -134,7 +134,9 @@ def _differing(view: Timeline) -> dict[str, dict[int, str]]:
 
 def _words(differing: dict[str, dict[int, str]]) -> Iterator[str]:
     for name, values in list(differing.items())[:_LISTED]:
-        yield f"{name} is " + ", ".join(f"{value} on {ranks_words(ranks)}" for value, ranks in ranks_by(values).items())
+        # Ranks are listed with commas, too.
+        parts = (f"{value} on {ranks_words(ranks)}" for value, ranks in ranks_by(values).items())
+        yield f"{name} is {' and '.join(parts)}"
     if len(differing) > _LISTED:
         yield f"{len(differing) - _LISTED} more"
 

@@ -355,6 +355,8 @@ def _key_evidence(view: Timeline) -> Iterator[Evidence]:
     """The keys that ranks have logged, one line for all ranks with the same keys."""
     logged = {rank: tuple(key.name for key in facts.steps.logged) for rank, facts in sorted(view.facts.items())}
     alike = ranks_by(logged)
+    if [*alike] == [()]:
+        return
     for names, ranks in list(alike.items())[:_LISTED]:
         listed = ", ".join(map(repr, names[:_LISTED])) + (", …" if len(names) > _LISTED else "")
         text = f"{capitalised(clause(ranks, 'has|have'))} logged {listed or 'nothing'} together."

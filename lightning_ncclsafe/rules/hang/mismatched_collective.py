@@ -161,6 +161,9 @@ def _is_of_loop(frame: Frame) -> bool:
     return any(re.search(rf"\b{name}\b", frame.code) for name in names)
 
 
+_REMEDY_TOLD = 'The end of its output decides: "op.preamble.length <= op.nbytes" confirms this.'
+
+
 def _abort(view: Timeline, ended: tuple[int, ...]) -> Finding:
     sent = {rank: call for rank, facts in sorted(view.facts.items()) if (call := last_gloo_call(facts))}
     # Nobody may have answered.
@@ -178,6 +181,7 @@ def _abort(view: Timeline, ended: tuple[int, ...]) -> Finding:
     ranks = tuple(decided) or tuple(unusual) or (few if has_majority else tuple(sorted((*ended, *left))))
     is_known = _is_gloo_abort(view, ended) and bool(left) and not is_theirs
     remedy = _REMEDY_SHARDED if any(is_of_fsdp(view.facts[rank]) for rank in other) else _REMEDY
+    is_told = any(overrun_bytes(view, rank) for rank in ended)
     meanwhile = f", while {ranks_words(other)} {was}{at_words(others)}" if other else ""
     text = f"{aborted_words(view, ended)}{at_words(own)}, {gloo_abort_words(view, ended)}{meanwhile}."
     why = f"{capitalised(clause(ranks, 'was|were'))} {decided[ranks[0]]}." if decided else ""
@@ -202,7 +206,7 @@ def _abort(view: Timeline, ended: tuple[int, ...]) -> Finding:
             *condition_evidence(view, ranks),
             *where_evidence(view, other),
         ),
-        remedy=f'{remedy} The end of its output decides: "op.preamble.length <= op.nbytes" confirms this.',
+        remedy=remedy if is_told else f"{remedy} {_REMEDY_TOLD}",
     )
 
 

@@ -45,6 +45,7 @@ _STAGES = {
     Phase.TEST: "in test",
     Phase.PREDICT: "in prediction",
 }
+_AFTER_TRAINING = (".on_train_end", ".on_fit_end", ".teardown")
 _VARIANTS = 3
 _EXITS = ("SystemExit",)
 _WHOLE = re.compile(r"-?\d{1,9}")
@@ -133,11 +134,20 @@ def batch_words(progress: Progress) -> str:
     stage = _STAGES.get(progress.phase, "")
     if progress.phase is Phase.UNKNOWN:
         return "at an unknown batch"
+    if _is_past_training(progress):
+        return f"after epoch {progress.epoch - 1}"
     of_epoch = f" of epoch {progress.epoch}" if progress.epoch >= 0 else ""
     if progress.phase in (Phase.INIT, Phase.SANITY_CHECK) or progress.batch_idx < 0:
         return stage or (f"before the first batch{of_epoch}" if of_epoch else "in training")
     batch = f"batch {progress.batch_idx}{of_epoch}"
     return f"{batch}, {stage}" if stage else batch
+
+
+def _is_past_training(progress: Progress) -> bool:
+    """Whether its last epoch is over: Lightning's counter is then one further, and the batch still the last one's."""
+    hooks = any(action.name.endswith(_AFTER_TRAINING) for action in progress.actions)
+    is_over = progress.phase is Phase.FINISHED and progress.batch_idx < 0
+    return progress.epoch > 0 and (is_over or (progress.phase is Phase.TRAIN and hooks))
 
 
 def where_words(view: Timeline, rank: int) -> str:

@@ -1,12 +1,19 @@
 """What to do about diverged collectives, by their reason."""
 
+from dataclasses import replace
+
 from lightning_ncclsafe.code.libraries import MODEL_CHECKPOINT
-from lightning_ncclsafe.rules.kit import Timeline, is_in, stack_of
+from lightning_ncclsafe.rules.kit import Finding, Timeline, is_in, short_place, stack_of
 
 SAME_CALLS = (
     "Make every rank call the same collectives in the same order: no self.log(sync_dist=True), metric.compute(), "
     "all_gather, barrier, trainer.log_dir, trainer.callback_metrics or save_checkpoint under a condition on the rank "
     "or on the data, the same keys in log_dict on all ranks, and the same branches of the model in forward."
+)
+_DECIDED = (
+    "Make the call on all ranks, and equally often, whatever is decided at {place}; or let all ranks decide that "
+    "alike: reduce the condition over all ranks first, where all of them pass. If that line is not the reason, look "
+    "for other collectives under a condition on the rank or on the data."
 )
 _MODEL_CHECKPOINT = (
     "ModelCheckpoint needs the value that it monitors on all ranks, and the same one: log it with sync_dist=True, and "
@@ -36,6 +43,13 @@ TRAINER = (
     "Call trainer.fit, validate, test and predict on all ranks: each begins with collectives. For work that one "
     "rank does alone, make another Trainer with devices=1 and no distributed strategy, once the other ranks have left."
 )
+
+
+def with_branch(finding: Finding) -> Finding:
+    """The same finding; if the branch is known that may have led ranks apart, with what to do there."""
+    if finding.remedy != SAME_CALLS or not finding.decided_at:
+        return finding
+    return replace(finding, remedy=_DECIDED.format(place=short_place(finding.decided_at)))
 
 
 def same_calls(view: Timeline) -> str:
