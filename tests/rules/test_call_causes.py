@@ -77,7 +77,7 @@ def found(facts: JobFacts) -> dict[str, Finding]:
         (
             scenes.groups_in_another_order,
             Confidence.CERTAIN,
-            ("group '1') of group '1' (side 1) for rank 1, rank 1 waits in", "wait for each other in a circle"),
+            ("group '1') of group '1' (side 1) for rank 1, and rank 1 waits in", "wait for each other in a circle"),
         ),
         (
             scenes.both_receive,
@@ -370,7 +370,7 @@ def test_ranks_that_create_groups_in_a_circle_wait_for_each_other() -> None:
     told = found(job(*pairs))["crossed-groups"]
     assert (told.ranks, told.location) == ((0, 1, 2, 3), f"{scenes.USER_FILE}:22 in setup")
     assert told.summary.startswith(
-        "Rank 0 creates the group of ranks 0-1 and waits for rank 1, rank 1 creates the group"
+        "Rank 0 creates the group of ranks 0-1 and waits for rank 1; rank 1 creates the group"
     )
     in_order = [replace(one, steps=replace(one.steps, making=(0, 1))) for one in pairs]
     assert "crossed-groups" not in found(job(*in_order)), "they create the same group"
