@@ -112,6 +112,8 @@ DISTRIBUTED = _in(_TORCH, "distributed/*")
 # Where a rank that has joined early shadows the collectives of the others' models.
 JOIN = _in(_TORCH, "distributed/algorithms/join.py", functions="__exit__")
 C10D = _in(_TORCH, _C10D)
+# What a call of the user's passes through: distributed_c10d.py, and the wrapper that logs its exceptions.
+CALLS_OF_C10D = _in(_TORCH, _C10D, "distributed/c10d_logger.py")
 SEND_OR_RECV = _in(_TORCH, _C10D, functions="send recv")
 # What calls the forward of a part of the model.
 MODULE_CALLS = _in(_TORCH, "nn/modules/module.py", functions="_wrapped_call_impl _call_impl")

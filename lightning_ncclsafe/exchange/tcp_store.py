@@ -114,4 +114,5 @@ class TcpStoreExchange:
         except Exception as error:  # torch raises DistError and plain RuntimeError for a host that is gone
             why = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}".rstrip(": ")
             self._calls.given_up = why
-            raise ExchangeError(f"The job's store cannot be used: {why}.") from error
+            end = "" if why.endswith((".", "?", "!")) else "."
+            raise ExchangeError(f"The job's store cannot be used: {why}{end}") from error

@@ -84,7 +84,8 @@ class Participation:
         is_first, here = self._own.place.local_rank == 0, self._own.probe.info.host
         if verdict is not None and verdict.ends_run and is_first and verdict.reported_on not in ("", here):
             where = f"; report on {verdict.reported_on}: {verdict.folder}" if verdict.folder else ""
-            self._own.say(f"rank {self._own.place.rank}: ending the run: {verdict.answer}{where}")
+            answer = verdict.answer.rstrip(".") if where else verdict.answer
+            self._own.say(f"rank {self._own.place.rank}: ending the run: {answer}{where}")
 
     def _gather(self, incident: Incident, idle_s: float) -> Verdict | None:
         state, connection = self._own.state, self._own.connection

@@ -83,7 +83,7 @@ def answer_lines(diagnosis: Diagnosis) -> list[str]:
     for finding, alike in distinct[:1]:
         lines += [f"  same for: {ranks_words(alike)}"] if alike else []
         lines += [f"  where: {finding.location}"] if finding.location else []
-        lines += [f"  decided: {finding.decided_at}"] if finding.decided_at else []
+        lines += [f"  decided: {finding.decided_at}"] if _is_decided_elsewhere(finding) else []
         lines += [f"  because: {_evidence_words(item)}" for item in _telling(finding.evidence)]
         lines.append(f"  remedy: {finding.remedy}")
     if distinct[1:]:
@@ -195,12 +195,16 @@ def _finding(number: int, finding: Finding, alike: tuple[int, ...], width: int) 
     if alike:
         lines.append(wrapped(f"The same was found for {ranks_words(alike)}; report.json lists each.", "   ", width))
     lines += [f"   Where: {safe(finding.location)}"] if finding.location else []
-    lines += [f"   Decided: {safe(finding.decided_at)}"] if finding.decided_at else []
+    lines += [f"   Decided: {safe(finding.decided_at)}"] if _is_decided_elsewhere(finding) else []
     if finding.evidence:
         lines.append("   How we know:")
         lines += [wrapped(f"- {_evidence_words(item)}", "   ", width) for item in finding.evidence]
     lines += ["   What to do:", wrapped(finding.remedy, "   ", width)]
     return "\n".join([safe(title), *lines])
+
+
+def _is_decided_elsewhere(finding: Finding) -> bool:
+    return finding.decided_at not in ("", finding.location)
 
 
 def _evidence_words(evidence: Evidence) -> str:

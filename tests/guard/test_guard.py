@@ -619,3 +619,4 @@ def test_the_first_rank_of_another_host_says_in_a_line_why_it_ends(make_job: Cal
     job.wait_for(lambda: len(job.said) == 2)
     assert job.said[1].startswith("rank 1: ending the run: Rank 0 raised ValueError")
     assert "; report on node-a: " in job.said[1]
+    assert ".;" not in job.said[1]

@@ -229,6 +229,7 @@ MOUNTS = [
         ("/mnt/deadline/runs", "overlay"),
         ("/mnt/dead/../deadline", "overlay"),
         ("/home/me", "nfs"),
+        ("s3://bucket/runs", ""),
         ("/", "overlay"),
     ],
 )

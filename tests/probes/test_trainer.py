@@ -616,7 +616,7 @@ def test_accumulation_set_by_a_callback_is_compared(tmp_path: Path) -> None:
     trainer.fit(Net(), *LOADERS["fit"])
     facts = probe.facts()
     assert facts is not None
-    assert facts.settings["accumulate_grad_batches"] == "2 from epoch 0 on, 8 from epoch 4 on"
+    assert facts.settings["accumulate_grad_batches"] == "2 (from epoch 0), 8 (from epoch 4)"
 
 
 def test_time_based_validation_is_recognised(tmp_path: Path) -> None:

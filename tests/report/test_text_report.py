@@ -47,6 +47,14 @@ def test_the_short_report_is_short() -> None:
     assert "  remedy: Share this work among all ranks." in lines
 
 
+def test_a_line_that_is_also_what_decided_is_told_once() -> None:
+    where = diagnosis().findings[0].location
+    for decided, lines in ((where, 0), ("/home/me/train.py:70 in evaluate", 1)):
+        told = with_first(decided_at=decided)
+        assert render_short(told).count("  decided: ") == lines
+        assert render_text(told).count("   Decided: ") == lines
+
+
 def test_the_short_report_lists_other_causes() -> None:
     base = diagnosis()
     second = replace(base.findings[0], rule="slow-logger", confidence=Confidence.POSSIBLE)

@@ -231,6 +231,13 @@ def test_meanings() -> None:
     assert means(GLOO.rank(0, STEP, ALL_REDUCE, seq=5, outstanding=1)) == ""
 
 
+def test_what_the_users_code_calls_in_what_a_library_calls_is_not_the_librarys() -> None:
+    called = (SHARDED_SAVE, ALL_REDUCE), (SHARDED_SAVE, user("write_data", 9), ALL_REDUCE)
+    of_library, of_user = (means(GLOO.rank(0, *stack, seq=5, outstanding=1)) for stack in called)
+    assert of_library == "torch.distributed.checkpoint's coordination"
+    assert of_user == ""
+
+
 def test_an_older_outstanding_collective_does_not_get_the_purpose_of_the_current_line() -> None:
     """NCCL: the main thread hangs in the SIGTERM broadcast's .item(), because an earlier all_reduce does not end."""
     assert means(NCCL.rank(0, SIGTERM_ITEM, seq=5, outstanding=1, op="all_reduce")) == ""

@@ -24,6 +24,7 @@ from builders import (
     Backend,
     job,
     raised,
+    transport_error,
     user,
 )
 
@@ -76,7 +77,7 @@ def found(facts: JobFacts) -> dict[str, Finding]:
         (
             scenes.groups_in_another_order,
             Confidence.CERTAIN,
-            ("group '1') of group '1' (side 1) for rank 1, rank 1 waits in", "wait for each other in a circle"),
+            ("group '1') of group '1' (side 1) for rank 1, and rank 1 waits in", "wait for each other in a circle"),
         ),
         (
             scenes.both_receive,
@@ -369,7 +370,7 @@ def test_ranks_that_create_groups_in_a_circle_wait_for_each_other() -> None:
     told = found(job(*pairs))["crossed-groups"]
     assert (told.ranks, told.location) == ((0, 1, 2, 3), f"{scenes.USER_FILE}:22 in setup")
     assert told.summary.startswith(
-        "Rank 0 creates the group of ranks 0-1 and waits for rank 1, rank 1 creates the group"
+        "Rank 0 creates the group of ranks 0-1 and waits for rank 1; rank 1 creates the group"
     )
     in_order = [replace(one, steps=replace(one.steps, making=(0, 1))) for one in pairs]
     assert "crossed-groups" not in found(job(*in_order)), "they create the same group"
@@ -826,6 +827,18 @@ def _after_skipping(hook: str = TRAINING_STEP, *, epoch: int = 0, batch: int = 1
     ranks = {n: replace(facts, steps=made) for n, facts in ranks.items()}
     ranks[1] = replace(ahead, steps=skipped)
     return scenes.ordered(ranks)
+
+
+def test_only_lightning_refuses_a_step_and_no_broken_connection_does() -> None:
+    """With manual optimization it refuses nothing; a rank that has raised for another reason is no longer there."""
+    facts = _after_skipping()
+    ranks = tuple(transport_error(one) if one.rank == 1 else one for one in facts.ranks)
+    finding = judge(replace(facts, ranks=ranks)).findings[0]
+    assert (finding.rule, finding.ranks) == ("skipped-step", (1,))
+    assert "refuses" not in finding.summary
+    assert "is now" not in finding.summary
+    assert not any(item.source == "stack" for item in finding.evidence)
+    assert "Raised RuntimeError, batch 12 of epoch 0." in [item.text for item in finding.evidence]
 
 
 def test_a_rank_has_skipped_the_batch_in_whose_step_the_others_wait() -> None:

@@ -702,3 +702,30 @@ def test_a_rank_that_does_not_answer_may_be_outside_the_trainer(condition: str, 
     stack = tuple(replace(frame, rank_condition=condition) if frame.user else frame for frame in alone.stack)
     facts = replace(facts, ranks=(replace(alone, stack=stack),), witnessed=(process(1, state),))
     assert judge(facts).findings[0].rule == named
+
+
+@pytest.mark.parametrize(
+    ("seen", "is_told"),
+    [((0, -1), False), ((0, 9), False), ((0, 10), True), ((0, 11), True), ((1, 0), True)],
+)
+def test_where_a_process_was_last_seen_is_not_told_if_it_has_got_further(seen: tuple[int, int], is_told: bool) -> None:
+    """The others wait for it in batch 11, which they have not reached without it."""
+    progress = Progress(phase=Phase.TRAIN, epoch=seen[0], batch_idx=seen[1], idle_s=0.1)
+    for net, ranks in ((GLOO, is_told), (NCCL, True)):
+        gone = process(1, "gone", ended_by="SIGKILL", last_seen=LastSeen(progress=progress))
+        finding = first(job(*(net.waiting(n, seq=61) for n in (0, 2, 3)), witnessed=(gone,)))
+        assert (finding.rule, "last seen" in finding.summary) == ("dead-rank", ranks)
+
+
+def test_after_an_epoch_a_process_may_have_been_last_seen_in_its_last_batch() -> None:
+    seen = LastSeen(progress=Progress(phase=Phase.TRAIN, epoch=0, batch_idx=19, idle_s=0.1))
+    gone = process(1, "gone", ended_by="SIGKILL", last_seen=seen)
+    for batch, is_told in ((0, True), (1, False)):
+        others = (GLOO.waiting(n, seq=61, epoch=1, batch=batch) for n in (0, 2, 3))
+        assert ("last seen" in first(job(*others, witnessed=(gone,))).summary) is is_told
+
+
+def test_a_bus_error_is_of_a_mapped_file() -> None:
+    gone = process(1, "gone", ended_by="SIGBUS")
+    finding = first(job(*(GLOO.waiting(n, seq=61) for n in (0, 2, 3)), witnessed=(gone,)))
+    assert finding.remedy.startswith("A page of a mapped file could not be read or written")

@@ -39,7 +39,7 @@ GB = 1_000_000_000
         (scenes.short_rank_finished, ("Rank 1 has run out of data (after 20 batches of epoch 0)", "in batch 20")),
         (scenes.logger_flushes, ("which writes to /mnt/logs (nfs4)", "at event_file_writer.py:120 in flush")),
         (scenes.checkpoint_is_written, ("to /mnt/ckpt (nfs4)", "Lightning's barrier 'Trainer.save_checkpoint'")),
-        (scenes.loader_workers_stall, ("of its 2 workers, 2 are disk-sleep at train.py:8 in read",)),
+        (scenes.loader_workers_stall, ("(its 2 workers are in disk-sleep at train.py:8 in read)",)),
         (scenes.one_rank_fails, ("Rank 3 raised ValueError: bad label 11 at train.py:42 in training_step, batch 11",)),
         (scenes.one_rank_was_killed, ("The process of rank 1 is gone", "out-of-memory killer was active")),
         (scenes.one_rank_skips_a_step, ("rank 1 called broadcast (1 element", "as number 61 of the default group")),
@@ -63,7 +63,7 @@ def test_summaries(scene: Callable[[Backend], JobFacts], parts: tuple[str, ...])
     [
         (scenes.late_in_setup, "61.0 GB resident, 12.3 GB of it swapped out, 900.0 MB read back from swap"),
         (scenes.loader_workers_stall, "Digits is read with num_workers=2 with prefetch_factor=250."),
-        (scenes.loader_workers_stall, "Worker 77 is disk-sleep at train.py:8 in read"),
+        (scenes.loader_workers_stall, "Worker 77 is in disk-sleep at train.py:8 in read"),
         (scenes.logger_flushes, "TensorBoardLogger writes to /mnt/logs (nfs4)."),
         (scenes.logger_flushes, "Has spent 23 s in SummaryWriter.flush on /mnt/logs (nfs4)."),
         (

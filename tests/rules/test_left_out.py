@@ -300,6 +300,19 @@ def test_a_rank_that_is_past_an_epoch_that_has_not_run_out_has_stopped_early() -
     assert "stopped-early" not in rules(job(ranks[0], inside, ranks[2], world=3))
 
 
+@pytest.mark.parametrize(
+    ("epoch", "words"), [(1, "with 3 of 6 batches begun,"), (2, "with 3 of 6 batches of epoch 1 begun,")]
+)
+def test_a_rank_that_has_finished_may_have_left_a_later_epoch(epoch: int, words: str) -> None:
+    """Whatever ended its epoch may have ended all others, too: its batches are of the last one."""
+    done = GLOO.finished(1, seq=60, batch=-1, epoch=epoch, world=3)
+    ranks = (trained(done if n == 1 else GLOO.waiting(n, seq=61, batch=3, world=3)) for n in range(3))
+    finding = first(job(*ranks, world=3))
+    assert (finding.rule, finding.ranks) == ("stopped-early", (1,))
+    assert f" {words} while ranks 0, 2 are still in batch 3 of epoch 0" in finding.summary
+    assert f"Rank 1: finished, {words[:-1]}." in [item.text for item in finding.evidence]
+
+
 def _ahead(
     *still: int, batch: int = 3, action: str = BACKWARD, begun: int = 6, epochs: str = "6", later: int = 0
 ) -> JobFacts:

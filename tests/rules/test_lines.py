@@ -421,6 +421,8 @@ def test_ranks_that_have_skipped_a_call_are_told_the_jump_that_may_have_led_arou
     finding = first(with_branches(skipped, RETURN))
     assert (finding.ranks, finding.location) == ((1,), f"{FILE}:39 in step")
     assert (finding.decided_at, finding.confidence) == (f"{FILE}:39 in step", Confidence.LIKELY)
+    assert finding.remedy.startswith("Make this call on all ranks or on none: move it out of what train.py")
+    assert first(skipped).remedy.startswith("Make every rank call the same collectives in the same order")
     assert finding.summary.endswith(
         "The call at train.py:40 in step may have been skipped by `return` (line 39), under "
         "`if not batch.any():` (line 38)."

@@ -12,6 +12,7 @@ from lightning_ncclsafe.facts import (
     ChildProcess,
     Collective,
     EndedProcess,
+    ExitCall,
     Frame,
     GarbageFacts,
     GpuFacts,
@@ -20,6 +21,7 @@ from lightning_ncclsafe.facts import (
     IncidentKind,
     InterfaceFacts,
     JobFacts,
+    LoaderFacts,
     MainThreadFacts,
     Phase,
     PressureFacts,
@@ -220,6 +222,8 @@ def test_a_program_at_the_other_end_of_a_pipe_is_no_disk(channel: str, does: str
     assert finding.summary.endswith(f" Rank 2 {does} its child process 123 (sh -c), which is sleeping.")
     told = first(in_pipe("pipe:[4711]", ChildProcess(pid=123, parent=7, state="zombie"), channel=channel))
     assert told.summary.endswith(f" Rank 2 {does} its child process 123, which has ended.")
+    assert finding.remedy.startswith("Look at what process 123 is doing")
+    assert told.remedy.startswith("This rank does not wait in a collective")
 
 
 def test_where_the_kernel_does_not_say_the_line_alone_is_not_much() -> None:
@@ -292,6 +296,7 @@ def test_a_rank_that_answers_while_it_collects_is_in_a_finalizer() -> None:
     finding = first(scenes.at_work(GLOO, garbage=GarbageFacts(running_s=21.0)))
     assert (finding.rule, finding.confidence) == ("gc-pause", Confidence.LIKELY)
     assert "has been in Python's garbage collector for 21 s, in a finalizer that it has called" in finding.summary
+    assert "A collection began 21 s ago and is not over." in [item.text for item in finding.evidence]
     assert finding.remedy.startswith("Let no __del__")
 
 
@@ -663,3 +668,21 @@ def test_a_late_rank_is_late_whatever_can_be_reached() -> None:
     late = scenes.at_work(GLOO)
     ranks = scenes.on_two_hosts(*late.ranks)
     assert rules_found(replace(late, ranks=ranks, tried=(lost,))) == ["rank-behind"]
+
+
+def test_a_process_of_the_users_own_is_no_worker_of_a_loader() -> None:
+    """What is to be done about it has nothing to do with the loader, and a call that kills so comes first."""
+    kills = ExitCall(code="os.kill(os.getpid(), 9)", place="/home/me/train.py:49 in end", signal="SIGKILL")
+    facts = scenes.queue_that_nobody_fills(GLOO)
+    ranks = tuple(replace(one, loaders=(LoaderFacts(dataset="Digits"),), exit_calls=(kills,)) for one in facts.ranks)
+    finding = first(replace(facts, ranks=ranks))
+    assert not any(item.source == "loader" for item in finding.evidence)
+    assert [item.source for item in finding.evidence][:2] == ["process", "source code"]
+    assert finding.remedy.startswith("Look first at what leads to os.kill(os.getpid(), 9) at train.py:49 in end.")
+    assert "SIGKILL comes from outside" in finding.remedy
+    assert "num_workers" not in finding.remedy
+    assert "prefetch_factor" not in finding.remedy
+    assert finding.remedy.endswith("wait with a timeout and check Process.is_alive() or its exitcode.")
+    exited = (EndedProcess(pid=9, exit_code=1),)
+    ranks = tuple(replace(one, machine=replace(one.machine, ended=exited if one.rank == 2 else ())) for one in ranks)
+    assert "in what it runs" in first(replace(facts, ranks=ranks)).remedy

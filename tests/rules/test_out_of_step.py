@@ -727,6 +727,13 @@ def test_a_rank_that_gloo_aborts_as_another_validates_by_its_own_clock() -> None
     )
 
 
+def test_what_gloo_has_said_needs_not_be_looked_for() -> None:
+    facts = aborted_beside_validation(by_clock=False)
+    told = [one for one in judge(facts).findings if one.rule == "mismatched-collective"]
+    assert told
+    assert not any("output decides" in one.remedy for one in told)
+
+
 @pytest.mark.parametrize("other", [{"by_clock": False}, {"seen": None}, {"seen": Phase.VALIDATE}], ids=str)
 def test_without_clocks_or_another_loop_it_is_something_else(other: dict[str, Any]) -> None:
     assert "stopped-early" not in rules(aborted_beside_validation(**other))

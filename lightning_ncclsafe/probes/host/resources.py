@@ -174,7 +174,9 @@ def _rank_among(processes: list[psutil.Process]) -> psutil.Process:
 
 
 def filesystem_of(path: str) -> str:
-    """Type of the file system of a path (``"nfs4"``), from the table of mounts: the path itself is not accessed."""
+    """Type of the file system of a path (``"nfs4"``), by the table of mounts; empty for a URL. Accesses nothing."""
+    if "://" in path:  # a bucket, which fsspec reads and writes
+        return ""
     path = os.path.abspath(path)
     # Of two mounts on one place (autofs, and what it mounted), the later one is visible.
     mounts = reversed(psutil.disk_partitions(all=True))

@@ -228,7 +228,7 @@ class TrainerProbe:
         schedules = (getattr(callback, "scheduling", None) for callback in getattr(trainer, "callbacks", ()))
         for schedule in schedules:
             if isinstance(schedule, dict):
-                counts = (f"{count} from epoch {epoch} on" for epoch, count in sorted(schedule.items()))
+                counts = (f"{count} (from epoch {epoch})" for epoch, count in sorted(schedule.items()))
                 found["accumulate_grad_batches"] = ", ".join(counts)
         found |= {"first epoch": self._first_epoch(), "first step": getattr(trainer, "global_step", 0)}
         return {name: str(value) for name, value in found.items() if value is not None}

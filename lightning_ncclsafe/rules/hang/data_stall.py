@@ -111,16 +111,18 @@ def _workers_words(facts: RankFacts) -> str:
         idle = facts.loaders and not any(loader.num_workers for loader in facts.loaders)
         return ", which has no workers" if idle else ""
     doing = Counter(_worker_words(worker) for worker in facts.workers).most_common(2)
+    every = len(facts.workers)
+    if doing[0][1] == every:
+        return f" (its {'only worker is' if every == 1 else f'{every} workers are'} {doing[0][0]})"
     listed = "; ".join(f"{count} {'is' if count == 1 else 'are'} {words}" for words, count in doing)
-    if len(facts.workers) == 1:
-        return f" (its only worker is {_worker_words(facts.workers[0])})"
-    return f" (of its {len(facts.workers)} workers, {listed})"
+    return f" (of its {every} workers, {listed})"
 
 
 def _worker_words(worker: ProcessFacts) -> str:
     frame = deepest_user_frame(_own_stack(worker))
     kernel = f" in {worker.wait_channel}" if worker.wait_channel and not frame else ""
-    return f"{worker.state or 'in an unknown state'}{at_words(frame)}{kernel}"
+    state = f"in {worker.state}" if worker.state == "disk-sleep" else worker.state
+    return f"{state or 'in an unknown state'}{at_words(frame)}{kernel}"
 
 
 def _evidence(facts: RankFacts) -> Iterator[Evidence]:

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from lightning_ncclsafe.facts import Frame, LastSeen, Phase, RankFacts
+from lightning_ncclsafe.facts import Frame, LastSeen, Phase, ProcessFacts, RankFacts
 from lightning_ncclsafe.rules.kit import (
     Confidence,
     Evidence,
@@ -46,6 +46,8 @@ from lightning_ncclsafe.rules.kit import (
 _ENDED_BY_GUARD = 124
 # A rank that had made no progress for this long has not got far since it was last seen, a quarter of a second ago.
 _STAYED_S = 1.0
+# A rank that is gone may have been this many batches behind those that wait for it.
+_BATCHES_BEHIND = 1
 _GONE = "is gone; how it ended is not known here, but its launcher may report it"
 _REMEDY = "Look at the end of this rank's own output, at its launcher's messages and at the kernel's log (dmesg)."
 _REMEDY_EXITED = (
@@ -70,6 +72,11 @@ _REMEDY_ENDED = (
 _REMEDY_FAULT = (
     "This is a bug in native code, in a library or an extension. Look at the end of this rank's own output, and at the "
     "line that it was in{how}."
+)
+_REMEDY_BUS = (
+    "A page of a mapped file could not be read or written: the file was cut short or replaced while it was mapped "
+    "(np.memmap, torch.load(mmap=True)), its storage failed, or the file system behind it is full, such as /dev/shm. "
+    "Look at the line that the rank was in; PYTHONFAULTHANDLER=1 prints it."
 )
 _FAULTS = {
     "SIGSEGV": "a segmentation fault",
@@ -140,7 +147,7 @@ def dead_rank(view: Timeline) -> Iterator[Finding]:
         yield _finding(view, gone, _confidence(view, gone, calls), one, many, end, calls)
     elif (presumed := _presumed(view)) and not alone_in_trainer(view):
         yield _finding(
-            view, presumed, Confidence.LIKELY, "disappeared silently", "disappeared silently", _End(), _NO_CALLS
+            view, presumed, Confidence.LIKELY, "has probably ended", "have probably ended", _End(), _NO_CALLS
         )
 
 
@@ -241,9 +248,9 @@ def _finding(
     frame = _place(view, ranks)
     at = at_words(frame)
     process = view.witnesses.get(ranks[0]) if len(ranks) == 1 else None
-    if frame is None and process is not None and process.last_seen is not None:
-        frame = _stayed_in(process.last_seen)
-        at = f", last seen {_seen_words(process.last_seen)}"
+    if frame is None and process is not None and (seen := _seen(view, process)) is not None:
+        frame = _stayed_in(seen)
+        at = f", last seen {_seen_words(seen)}"
     if calls.only is not None:
         at = f", as after {calls.only.code} at {short_place(calls.only.place)}{at}"
     whose = f"{verb(ranks, 'the process', 'the processes')} of {ranks_words(ranks)}"
@@ -269,6 +276,25 @@ def _place(view: Timeline, ranks: tuple[int, ...]) -> Frame | None:
     return frames.pop() if len(frames) == 1 else None
 
 
+def _seen(view: Timeline, process: ProcessFacts) -> LastSeen | None:
+    """Where it was last seen; None if that is unknown, or it had got further by then, as quick batches go by unseen.
+
+    A rank on gloo that waits for it in a batch has not left the one before without it.
+    """
+    seen = process.last_seen
+    if seen is None or seen.progress.idle_s >= _STAYED_S or not is_on_gloo(view):
+        return seen
+    then, now = seen.progress, [facts.progress for facts in view.facts.values()]
+    if {then.phase, *(one.phase for one in now)} != {Phase.TRAIN}:
+        return seen
+    first = min(now, key=lambda one: (one.epoch, one.batch_idx))
+    # The last batch of an epoch is followed by the first one of the next.
+    begun = first.batch_idx if first.epoch == then.epoch else first.batch_idx + 1
+    before = then.batch_idx if first.epoch == then.epoch else 0
+    is_past = first.epoch >= then.epoch and begun - before > _BATCHES_BEHIND
+    return None if is_past else seen
+
+
 def _stayed_in(seen: LastSeen) -> Frame | None:
     """The user's innermost line that the rank had been at, or below, for a second; None if it had moved on."""
     return deepest_user_frame(seen.stack[: seen.stayed]) if seen.progress.idle_s >= _STAYED_S else None
@@ -289,6 +315,8 @@ def _remedy(end: _End, calls: ExitCalls, *, is_placed: bool) -> str:
         return _REMEDY_EXITED if end.status else _REMEDY_DONE
     if end.signal in _ENDS:
         return _REMEDY_ENDED
+    if end.signal == "SIGBUS":
+        return _REMEDY_BUS
     if end.signal in _FAULTS:
         return _REMEDY_FAULT.format(how="" if is_placed else "; PYTHONFAULTHANDLER=1 prints it")
     return _REMEDY_KILLED if end.signal == "SIGKILL" else _REMEDY
@@ -301,8 +329,8 @@ def _evidence(view: Timeline, ranks: tuple[int, ...], calls: ExitCalls) -> Itera
             end = _end(view, rank)
             known = _words(end, calls, many=False) if end.signal or end.status is not None else _GONE
             yield Evidence(source="process", rank=rank, text=f"Process {process.pid} {known}.")
-            if len(ranks) > 1 and process.last_seen is not None:
-                yield Evidence(source="process", rank=rank, text=f"Last seen {_seen_words(process.last_seen)}.")
+            if len(ranks) > 1 and (seen := _seen(view, process)) is not None:
+                yield Evidence(source="process", rank=rank, text=f"Last seen {_seen_words(seen)}.")
             if process.said:
                 yield Evidence(source="stderr", rank=rank, text=f"Last output on stderr: {process.said}")
         else:
@@ -322,7 +350,7 @@ def _may_be_aborted_by_gloo(view: Timeline, ranks: tuple[int, ...], end: _End) -
     said = [process.said for rank in ranks if (process := view.witnesses.get(rank)) is not None and process.said]
     if end.status is not None or (said and not any(_OVERRUN in text for text in said)):
         return False
-    ended = any(rank in view.witnesses and signal_of(view, rank) in ("", "SIGABRT") for rank in ranks)
+    ended = any(rank not in view.witnesses or signal_of(view, rank) in ("", "SIGABRT") for rank in ranks)
     return ended and is_on_gloo(view)
 
 

@@ -94,6 +94,9 @@ def _words(garbage: GarbageFacts) -> str:
 
 
 def _evidence(rank: int, garbage: GarbageFacts) -> Evidence:
+    if garbage.running_s:
+        text = f"A collection began {duration_words(garbage.running_s)} ago and is not over."
+        return Evidence(source="process", rank=rank, text=text)
     count = f"{garbage.count} whole {'collection' if garbage.count == 1 else 'collections'}"
     text = f"In the last minute {count} took {duration_words(garbage.total_s)}"
     text += f"; about {garbage.blocks:,} Python objects are alive" if garbage.blocks is not None else ""

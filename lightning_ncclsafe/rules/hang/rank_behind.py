@@ -23,6 +23,7 @@ from lightning_ncclsafe.rules.kit import (
     ranks_by,
     ranks_words,
     straggler_finding,
+    verb,
     where_words,
 )
 
@@ -35,8 +36,12 @@ _REMEDY_FINISHED = (
     "the last batch, under a condition that does not hold on all ranks."
 )
 _REMEDY_ALONE = (
-    "These ranks do not wait in a collective: check whether the thread, program or service that should answer is still "
-    "alive, and read its last output. Wait with a timeout."
+    "{who} not wait in a collective: check whether the thread, program or service that should answer is still alive, "
+    "and read its last output. Wait with a timeout."
+)
+_REMEDY_PROCESS = (
+    "Look at what process {pid} is doing (its output; py-spy dump --pid {pid}, if it runs Python), and wait for it "
+    "with a timeout."
 )
 _PLACES = 4
 _REMEDY_UNKNOWN = "Compare the ranks' stacks below: the one that differs is the one to look at."
@@ -99,7 +104,7 @@ def _each_by_itself(view: Timeline) -> Finding:
     ranks = tuple(sorted(view.facts))
     waits = clause(ranks, "waits|wait by itself|themselves")
     text = f"{waits}, {where_words(view, ranks[0])}: no rank is in a collective."
-    return finding(view, ranks, text, confidence=Confidence.POSSIBLE, remedy=_REMEDY_ALONE)
+    return finding(view, ranks, text, confidence=Confidence.POSSIBLE, remedy=_remedy_alone(view, ranks))
 
 
 def _by_place(view: Timeline) -> list[tuple[int, ...]]:
@@ -114,7 +119,7 @@ def _by_place(view: Timeline) -> list[tuple[int, ...]]:
 
 def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
     is_over = view.activities[ranks[0]].kind is Kind.FINISHED
-    waits_alone = all(view.activities[rank].waits_alone for rank in ranks)
+    waits_alone = all(view.activities[rank].waits_alone or view.facts[rank].awaited_processes for rank in ranks)
     # The recorder shows that the others wait for them; a rank that waits as well may wait for one of these.
     is_certain = bool(view.behind) and set(ranks) <= set(view.stragglers)
     found = straggler_finding(
@@ -122,10 +127,17 @@ def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
         ranks,
         "will not come" if is_over else "is|are behind",
         confidence=Confidence.LIKELY if is_certain else Confidence.POSSIBLE,
-        remedy=_REMEDY_FINISHED if is_over else (_REMEDY_ALONE if waits_alone else _REMEDY),
+        remedy=_REMEDY_FINISHED if is_over else (_remedy_alone(view, ranks) if waits_alone else _REMEDY),
     )
     sentences = (found.summary, gives_up_words(view, view.waiting), awaited_process_sentence(view, ranks))
     return replace(found, summary=joined(sentences))
+
+
+def _remedy_alone(view: Timeline, ranks: tuple[int, ...]) -> str:
+    awaited = [one[0] for rank in ranks if (one := view.facts[rank].awaited_processes)]
+    if len(ranks) == len(awaited) == 1 and awaited[0].state != "zombie":
+        return _REMEDY_PROCESS.format(pid=awaited[0].pid)
+    return _REMEDY_ALONE.format(who=verb(ranks, "This rank does", "These ranks do"))
 
 
 def _nobody_stands_out(view: Timeline) -> Finding:

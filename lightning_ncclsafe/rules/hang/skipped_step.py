@@ -290,8 +290,11 @@ def _finding(view: Timeline, ranks: tuple[int, ...], confidence: Confidence) -> 
     batch = f"batch {steps.skipped_batch} of epoch {steps.skipped_epoch}" if steps.skipped_batch >= 0 else "a batch"
     are_alike = steps.skipped > 1 and {view.facts[rank].steps.skipped for rank in ranks} == {steps.skipped}
     batch = f"{steps.skipped} batches, the last one {batch}" if are_alike and steps.skipped_batch >= 0 else batch
-    raised = f", which Lightning refuses with several ranks ({facts.exception.type})" if facts.exception else ""
-    now = "" if raised else f", and {verb(ranks, 'is', 'are')} now {where_words(view, ranks[0])}"
+    # A rank may also have raised because its connections broke later.
+    error = facts.exception
+    refused = error is not None and error.message.startswith(_REFUSED)
+    raised = f", which Lightning refuses with several ranks ({error.type})" if error is not None and refused else ""
+    now = "" if error is not None else f", and {verb(ranks, 'is', 'are')} now {where_words(view, ranks[0])}"
     text = (
         f"{clause(ranks, 'has|have skipped')} {batch}: its training_step returned without a "
         f"backward pass{_at(facts)}{raised}{now}{while_others_wait(view, ranks)}."
@@ -300,7 +303,7 @@ def _finding(view: Timeline, ranks: tuple[int, ...], confidence: Confidence) -> 
         view,
         ranks,
         text,
-        severity=Severity.ERROR if raised else None,
+        severity=Severity.ERROR if error is not None else None,
         confidence=confidence,
         location=_skipped_at(view, steps) or location_of(exception_place(facts)),
         evidence=(*_evidence(view, ranks), *how_we_know(view, ranks)),

@@ -274,7 +274,16 @@ def _at(view: Timeline, rank: int) -> str:
     if not trainer.batches_begun:
         words = batch_words(view.facts[rank].progress)
         return f"and is {words if words.startswith(('in ', 'before ')) else f'in {words}'}"
-    return f"with {trainer.batches_begun} of {trainer.batches or 'an unknown number of'} batches begun"
+    of = trainer.batches or "an unknown number of"
+    return f"with {trainer.batches_begun} of {of} batches{_of_epoch(view, rank)} begun"
+
+
+def _of_epoch(view: Timeline, rank: int) -> str:
+    """``" of epoch 1"``: a rank that has finished may have left more epochs than the one that the others are in."""
+    progress = view.facts[rank].progress
+    last = progress.epoch - 1
+    is_other = progress.phase is Phase.FINISHED and last > min(facts.progress.epoch for facts in view.facts.values())
+    return f" of epoch {last}" if is_other else ""
 
 
 def _evidence(view: Timeline, early: tuple[int, ...], places: list[str], did: str) -> Iterator[Evidence]:
@@ -283,7 +292,9 @@ def _evidence(view: Timeline, early: tuple[int, ...], places: list[str], did: st
         trainer = view.trainers[rank]
         stopping = sorted(_STOPPING.intersection(trainer.callbacks))
         can = f"; its {' and '.join(stopping)} can stop it" if stopping else ""
-        seen[rank] = f"{batch_words(view.facts[rank].progress)}, {_at(view, rank)}{can}"
+        progress = view.facts[rank].progress
+        where = "finished" if progress.phase is Phase.FINISHED else batch_words(progress)
+        seen[rank] = f"{where}, {_at(view, rank)}{can}"
     for place in places:
         yield Evidence(source="source code", text=f"{place} may have {did}.")
     for words, ranks in list(ranks_by(seen).items())[:16]:

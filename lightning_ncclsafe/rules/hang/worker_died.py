@@ -74,20 +74,29 @@ _REMEDY_EXITED = (
     "It exited with this status by itself: look at its output for a traceback, and for sys.exit and os._exit in the "
     "dataset and what it calls; run with num_workers=0 to see the error."
 )
-_REMEDY_OWN = (
-    "A process that is ended by SIGSEGV, SIGABRT or SIGBUS fails in native code (a library that was initialised before "
-    "the fork, for instance): run its function in the rank itself to see the error, or start it by 'spawn'."
-)
-_REMEDY_OWN_EXITED = (
-    "It exited with this status by itself: look at its output for a traceback, and for sys.exit and os._exit in what "
-    "it runs. Let it send its exceptions to the rank, and let the rank wait with a timeout and check is_alive(). If "
-    "they share a pipe, the rank has to close the process's end of it, or recv never raises EOFError."
-)
 _REMEDY_ENDED = (
     "Something asked it to exit: a scheduler whose time limit is reached or that takes the host away, Ctrl-C, kill. "
     "Find out what ended the job, rather than looking at its workers."
 )
-
+# Of a process that is no worker of a loader.
+_REMEDY_OWN = (
+    "A process killed by SIGSEGV, SIGABRT or SIGBUS failed in native code: do its work in the rank itself to see the "
+    "error, or start it with the method 'spawn' if a library was initialised before the fork."
+)
+_REMEDY_OWN_KILLED = (
+    "SIGKILL comes from outside: from the kernel's out-of-memory killer (see dmesg, memory.events of the control "
+    "group), a scheduler, or another user. If memory ran out, give that process less to hold."
+)
+_REMEDY_OWN_EXITED = (
+    "It exited with this status by itself: look at its output for a traceback, and for sys.exit and os._exit in what "
+    "it runs. If it shares a pipe with the rank, close the end of it there that is not the rank's: only then does recv "
+    "raise EOFError."
+)
+_REMEDY_OWN_CALL = "Look first at what leads to {code} at {place}. If it was not that: "
+_REMEDY_WAIT = (
+    "So that the rank does not wait for a dead process, wait with a timeout and check Process.is_alive() or its "
+    "exitcode."
+)
 _REMEDY_POOL = (
     "concurrent.futures.ProcessPoolExecutor raises BrokenProcessPool if one of its processes ends, where "
     "multiprocessing.Pool waits forever."
@@ -241,7 +250,7 @@ def _waits_in_vain(view: Timeline, rank: int) -> Finding:
     waits = "waits for another process" if is_own else "waits for its dataloader"
     frame = deepest_user_frame(chosen.stack)
     calls = _calls(view, chosen.exit_code, chosen.signal)
-    exited = _REMEDY_OWN_EXITED if is_own else _REMEDY_EXITED
+    of_end = _evidence_of_own(facts, chosen.signal, calls) if is_own else (*_evidence(facts), *calls.evidence(rank))
     text = (
         f"Rank {rank} {waits}, and its child process {chosen.pid} {_end_words(chosen)}{at_words(frame)}"
         f"{_killer(facts, chosen.signal)}: {where_words(view, rank)}{while_others_wait(view, (rank,))}."
@@ -252,13 +261,36 @@ def _waits_in_vain(view: Timeline, rank: int) -> Finding:
         text,
         confidence=_confidence(facts, is_own=is_own),
         location=location_of(frame) if frame is not None else None,
-        evidence=(
-            *_evidence(facts, is_own=is_own),
-            *calls.evidence(rank),
-            *how_we_know(view, (rank,)),
-        ),
-        remedy=_remedy(facts, chosen.signal, is_own=is_own) if chosen.exit_code is None else exited,
+        evidence=(*of_end, *how_we_know(view, (rank,))),
+        remedy=_remedy_of_own(facts, chosen, calls) if is_own else _remedy_of_end(facts, chosen),
     )
+
+
+def _remedy_of_end(facts: RankFacts, child: EndedProcess) -> str:
+    return _remedy(facts, child.signal) if child.exit_code is None else _REMEDY_EXITED
+
+
+def _remedy_of_own(facts: RankFacts, child: EndedProcess, calls: ExitCalls) -> str:
+    """What to do about a process of the user's: a call of the code that ends processes so is the first suspect."""
+    if child.signal in _ENDS:
+        why = _REMEDY_ENDED
+    elif child.exit_code is not None:
+        why = _REMEDY_OWN_EXITED
+    else:
+        why = _REMEDY_OWN_KILLED if _is_for_memory(facts, child.signal) else _REMEDY_OWN
+    call = calls.possible[0] if len(calls.possible) == 1 else None
+    if call is not None and child.signal:
+        why = _REMEDY_OWN_CALL.format(code=call.code, place=short_place(call.place)) + why
+    return f"{why} {_REMEDY_POOL if is_in(POOL_RESULT, below_user(facts.stack)) else _REMEDY_WAIT}"
+
+
+def _evidence_of_own(facts: RankFacts, signal: str, calls: ExitCalls) -> Iterator[Evidence]:
+    """The same as of a loader's worker, without the loader; the rank's memory, only if that may have run out."""
+    yield from _ended_evidence(facts)
+    yield from calls.evidence(facts.rank)
+    yield from _kills_evidence(facts)
+    if signal in _KILLS:
+        yield from memory_evidence(facts)
 
 
 def _idle_pool(facts: RankFacts) -> tuple[int, ...]:
@@ -289,8 +321,9 @@ def _lost_task(view: Timeline, rank: int, processes: tuple[int, ...]) -> Finding
         f"{while_others_wait(view, (rank,))}."
     )
     facts = view.facts[rank]
-    evidence = (*_evidence(facts), *how_we_know(view, (rank,)))
-    return finding(view, (rank,), text, evidence=evidence, remedy=f"{_remedy(facts, '')} {_REMEDY_POOL}")
+    evidence = (*_ended_evidence(facts), *_kills_evidence(facts), *memory_evidence(facts), *how_we_know(view, (rank,)))
+    why = _REMEDY_OWN_KILLED if _is_for_memory(facts, "") else _REMEDY_OWN
+    return finding(view, (rank,), text, evidence=evidence, remedy=f"{why} {_REMEDY_POOL}")
 
 
 def _confidence(facts: RankFacts, *, is_own: bool) -> Confidence:
@@ -325,28 +358,36 @@ def _killer(facts: RankFacts, signal: str) -> str:
     return ", and the kernel's out-of-memory killer was active on its host" if has_struck else ""
 
 
-def _evidence(facts: RankFacts, *, is_own: bool = False) -> Iterator[Evidence]:
-    """How its processes have ended, and what may have ended them; loaders, unless it is a process of the user's."""
+def _evidence(facts: RankFacts) -> Iterator[Evidence]:
+    yield from _ended_evidence(facts)
+    yield from _kills_evidence(facts)
+    for loader in facts.loaders:
+        text = f"{loader.dataset or 'A dataset'} is read with num_workers={loader.num_workers}."
+        yield Evidence(source="loader", rank=facts.rank, text=text)
+    yield from memory_evidence(facts)
+
+
+def _ended_evidence(facts: RankFacts) -> Iterator[Evidence]:
     for child in facts.machine.ended[:8]:
         ago = f" {duration_words(child.ago_s)} ago" if child.ago_s is not None else ""
         then = "; its parent has collected it, and may have replaced it" if child.is_replaced else ""
         text = f"Process {child.pid}, a child of this rank, {_end_words(child)}{ago}{then}."
         yield Evidence(source="process", rank=facts.rank, text=text)
+
+
+def _kills_evidence(facts: RankFacts) -> Iterator[Evidence]:
     if kills := facts.host_facts.oom_kills:
         text = (
             f"The kernel's out-of-memory killer has ended {kills} process{'' if kills == 1 else 'es'} since the start."
         )
         yield Evidence(source="host", rank=facts.rank, text=text)
-    for loader in facts.loaders if not is_own else ():
-        text = f"{loader.dataset or 'A dataset'} is read with num_workers={loader.num_workers}."
-        yield Evidence(source="loader", rank=facts.rank, text=text)
-    # A process that exits by itself was not ended for want of memory.
-    if not is_own or any(child.signal for child in facts.machine.ended):
-        yield from memory_evidence(facts)
 
 
-def _remedy(facts: RankFacts, signal: str, *, is_own: bool = False) -> str:
+def _remedy(facts: RankFacts, signal: str) -> str:
     if signal in _ENDS:
         return _REMEDY_ENDED
-    memory = signal in _KILLS or bool(facts.host_facts.oom_kills) or short_of_memory(facts.host_facts)
-    return _REMEDY_KILLED if memory else _REMEDY_OWN if is_own else _REMEDY
+    return _REMEDY_KILLED if _is_for_memory(facts, signal) else _REMEDY
+
+
+def _is_for_memory(facts: RankFacts, signal: str) -> bool:
+    return signal in _KILLS or bool(facts.host_facts.oom_kills) or short_of_memory(facts.host_facts)

@@ -9,7 +9,7 @@ from lightning_ncclsafe.code.libraries import Code
 from lightning_ncclsafe.code.marks import Mark
 from lightning_ncclsafe.facts import Collective, Frame, ModelUnit, Phase, RankFacts, UnitKind, group_and_backend
 from lightning_ncclsafe.rules.kit.activity import is_in_action, open_collectives
-from lightning_ncclsafe.rules.kit.frames import is_in
+from lightning_ncclsafe.rules.kit.frames import below_user, deepest_user_frame, is_in
 from lightning_ncclsafe.rules.kit.wording import elements, numel, size_words
 
 _LISTED = 4
@@ -204,17 +204,23 @@ def purpose_words(collective: Collective | None, facts: RankFacts) -> str:
     unit = unit_words(collective, facts) if collective is not None else ""
     if unit and collective is not None and numel(collective) >= _LARGE:
         return unit
-    found = _of_stack(facts, op, _BY_CODE)
+    found = _of_stack(() if _is_users_call(facts.stack) else facts.stack, op, _BY_CODE)
     if found == _METRIC:
         return _metric_words(facts) or found
     if found == _LOGGED and facts.steps.reducing:
         return f"the reduction of the logged value {facts.steps.reducing!r} (self.log with sync_dist=True)"
-    known = found or unit or _of_stack(facts, op, _BY_GENERAL_CODE)
+    known = found or unit or _of_stack(facts.stack, op, _BY_GENERAL_CODE)
     return known or (_of_collective(collective, facts) if collective is not None else "")
 
 
-def _of_stack(facts: RankFacts, op: str, rows: tuple[_Row, ...]) -> str:
-    return next(filter(None, (_of_frame(frame, op, rows) for frame in reversed(facts.stack))), "")
+def _is_users_call(stack: tuple[Frame, ...]) -> bool:
+    """Whether the user's code calls torch.distributed itself, perhaps where a library has called the user's code."""
+    below = below_user(stack) if deepest_user_frame(stack) is not None else ()
+    return bool(below) and all(libraries.CALLS_OF_C10D.has(frame.file, frame.function) for frame in below)
+
+
+def _of_stack(stack: tuple[Frame, ...], op: str, rows: tuple[_Row, ...]) -> str:
+    return next(filter(None, (_of_frame(frame, op, rows) for frame in reversed(stack))), "")
 
 
 def _of_frame(frame: Frame, op: str, rows: tuple[_Row, ...]) -> str:

@@ -25,6 +25,7 @@ from lightning_ncclsafe.rules.kit.purpose import begins_another_forward, purpose
 from lightning_ncclsafe.rules.kit.rule import at_most_likely, once
 from lightning_ncclsafe.rules.kit.timeline import Timeline
 from lightning_ncclsafe.rules.kit.wording import (
+    at_words,
     capitalised,
     clause,
     collective_words,
@@ -240,17 +241,17 @@ def user_location(view: Timeline, ranks: Iterable[int]) -> str:
 
 
 def stack_evidence(view: Timeline, ranks: Iterable[int]) -> list[Evidence]:
-    """One line per rank: what its main thread is in, and at which line, or where it raised."""
+    """One line per rank: what its main thread is in, and at which line; none for a rank that has raised."""
     evidence = []
-    for rank in list(ranks)[:_LISTED]:
-        doing, facts = view.activities[rank], view.facts[rank]
-        raised = facts.exception
-        line = doing.place or doing.frame or (facts.stack[-1] if facts.stack else None)
-        # Since it has raised, it is in the guard's own code.
-        line = line if raised is None else exception_place(facts)
+    # Where a rank has raised, only the guard's frames are left on its stack.
+    for rank in [rank for rank in ranks if view.facts[rank].exception is None][:_LISTED]:
+        doing = view.activities[rank]
+        stack = view.facts[rank].stack
+        line = doing.place or doing.frame or (stack[-1] if stack else None)
         if line is not None:
-            does = f"Raised {raised.type}" if raised is not None else f"Is in {doing.kind.value}"
-            does = "Has finished its call of the Trainer" if raised is None and doing.kind is Kind.FINISHED else does
+            does = (
+                "Has finished its call of the Trainer" if doing.kind is Kind.FINISHED else f"Is in {doing.kind.value}"
+            )
             text = f"{does}, {line_words(line)}"
             evidence.append(Evidence(source="stack", rank=rank, text=text))
         evidence += _thread_evidence(view, rank) if doing.waits_alone else []
@@ -274,14 +275,15 @@ def phase_evidence(view: Timeline, ranks: Iterable[int]) -> list[Evidence]:
     """One line per rank: phase, hook and batch."""
     known = (rank for rank in ranks if view.facts[rank].progress.phase is not Phase.UNKNOWN)
     listed = list(known)[:_LISTED]
-    return [Evidence(source="phase", rank=rank, text=f"{_phase_words(view, rank)}.") for rank in listed]
+    return [Evidence(source="phase", rank=rank, text=_phase_sentence(view, rank)) for rank in listed]
 
 
-def _phase_words(view: Timeline, rank: int) -> str:
+def _phase_sentence(view: Timeline, rank: int) -> str:
     facts = view.facts[rank]
-    if facts.exception is not None:
-        return f"Raised {facts.exception.type}, {batch_words(facts.progress)}"
-    return f"Is {where_words(view, rank)}"
+    if facts.exception is None:
+        return f"Is {where_words(view, rank)}."
+    raised = f"Raised {facts.exception.type}{at_words(exception_place(facts))}"
+    return f"{raised}, {batch_words(facts.progress)}." if not has_no_trainer(facts) else f"{raised}."
 
 
 def recorder_evidence(view: Timeline) -> list[Evidence]:

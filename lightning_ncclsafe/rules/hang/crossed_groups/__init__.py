@@ -15,7 +15,8 @@ from lightning_ncclsafe.rules.kit import Finding, Plan, Timeline, hang_rule
     remedy=(
         "Call the collectives of several groups in one order on all ranks: the same list of groups, sorted alike, and "
         "no group entered under a condition on the rank before another one. With NCCL, this applies to asynchronous "
-        "collectives, too: each waits on the device for those before it."
+        "collectives, too: each waits on the device for those before it. A call without group= waits for all ranks: if "
+        "only some are meant, pass their group."
     ),
     plan=Plan.STOP,
 )

@@ -102,12 +102,16 @@ def _finding(view: Timeline, circle: dict[int, tuple[str, int]]) -> Finding:
     return finding(
         view,
         ranks,
-        f"{', '.join(hops)}: they wait for each other in a circle{why}.",
+        f"{_listed(hops)}: they wait for each other in a circle{why}.",
         confidence=Confidence.CERTAIN if is_certain else Confidence.LIKELY,
         # That FSDP gathers a model where the user's code runs it is usual.
         location=call_location(view, sorted(callers, key=lambda rank: _is_of_model(view, rank))),
         evidence=(*_evidence(view, circle), *condition_evidence(view, circle), *where_evidence(view, circle)),
     )
+
+
+def _listed(hops: Sequence[str]) -> str:
+    return ", and ".join(hops) if len(hops) <= 2 else "; ".join(hops)
 
 
 def _inspected_finding(view: Timeline, circle: dict[int, tuple[str, int]]) -> Finding:
@@ -133,7 +137,7 @@ def circle_finding(
     return finding(
         view,
         ranks,
-        f"{', '.join(itertools.islice(hops, _HOPS))}: they wait for each other in a circle.",
+        f"{_listed([*itertools.islice(hops, _HOPS)])}: they wait for each other in a circle.",
         location=call_location(view, ranks),
         evidence=(*condition_evidence(view, circle), *where_evidence(view, circle)),
         remedy=remedy,

@@ -10,16 +10,17 @@ SAME_CALLS = (
     "all_gather, barrier, trainer.log_dir, trainer.callback_metrics or save_checkpoint under a condition on the rank "
     "or on the data, the same keys in log_dict on all ranks, and the same branches of the model in forward."
 )
+_DECIDED = (
+    "Make this call on all ranks or on none: move it out of what {place} decides, or let all ranks decide alike there, "
+    "by a value that is the same on all of them (a number of steps, a metric logged with sync_dist=True) or that one "
+    "rank broadcasts (trainer.strategy.broadcast). If that line is not the reason, look for other collectives under a "
+    "condition on the rank or on the data."
+)
 _MODEL_CHECKPOINT = (
     "ModelCheckpoint needs the value that it monitors on all ranks, and the same one: log it with sync_dist=True, and "
     "not under a condition."
 )
 MONITORED_KEY = f"{_MODEL_CHECKPOINT} So does EarlyStopping."
-_DECIDED = (
-    "Make this call on all ranks or on none: move it out of what {place} decides, or let all ranks decide alike there, "
-    "by a value that is the same on all of them (a number of steps, a metric logged with sync_dist=True) or that one "
-    "rank broadcasts (trainer.strategy.broadcast)."
-)
 PASSES = (
     "Make the same number of backward passes on all ranks in every batch: agree before one rank repeats or divides a "
     "batch, and use no optimizer that evaluates the loss as often as each rank's own values require (LBFGS). Training "
