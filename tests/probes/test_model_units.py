@@ -106,9 +106,14 @@ def words_of_a_step(model: nn.Module) -> list[str]:
 def words_while_blocked(act: Callable[[], object], model: nn.Module, is_read: Event) -> tuple[str, float]:
     """What is said of the collective that the main thread is blocked in, and how long that takes, in seconds."""
     said: list[tuple[str, float]] = []
+    begun_ns = time.time_ns()
+
+    def under_way() -> list[Collective]:
+        # Gloo's threads may be yet to note the end of the step before.
+        return [entry for entry in recorded() if not entry.completed and entry.created_ns >= begun_ns]
 
     def read() -> None:
-        entries = until(lambda: [entry for entry in recorded() if not entry.completed], within_s=20.0)
+        entries = until(under_way, within_s=20.0)
         began = time.monotonic()
         units = read_units(model, entries)
         said.append((in_words(units, entries[0], main_thread_stack()), time.monotonic() - began))
