@@ -385,6 +385,7 @@ class Published(L.Callback):
     "checkpoint-skipped-barrier",
     ranks=(0,),
     world_size=2,
+    whose="code",
 )
 def weights_that_somebody_has_cleaned_up(here: Here) -> None:
     """The folder to be copied is gone; the first rank catches that, trains on, and is missed at the barrier."""
@@ -519,6 +520,7 @@ class Fed(Net):
     "failed-rank",
     ranks=(3,),
     world_size=4,
+    whose="code",
 )
 def text_longer_than_its_positions(here: Here) -> None:
     """A text of one rank is too long and raises; the process stays, since a thread of it has something left to do."""
