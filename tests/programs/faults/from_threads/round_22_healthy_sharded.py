@@ -96,7 +96,8 @@ class Staggered(L.Callback):
         path.with_suffix(".uploaded").write_bytes(path.read_bytes())
 
     def on_train_epoch_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        shards = {name: weight.to_local() for name, weight in get_model_state_dict(module).items()}
+        state: dict[str, Any] = get_model_state_dict(module)
+        shards = {name: weight.to_local() for name, weight in state.items()}
         path = self.here.folder / f"{trainer.current_epoch}-{self.here.rank}.pt"
         torch.save(shards, path)
         self.uploads.append(threading.Thread(target=self.upload, args=(path,)))

@@ -191,7 +191,8 @@ class Exported(L.Callback):
             torch.save(weight, self.here.folder / f"{name}.pt")
 
     def on_train_epoch_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        weights = {name: weight.detach().full_tensor() for name, weight in module.named_parameters()}
+        parameters: dict[str, Any] = dict(module.named_parameters())
+        weights = {name: weight.detach().full_tensor() for name, weight in parameters.items()}
         if trainer.is_global_zero:
             self.here.begins()
             self.export(weights)
@@ -363,7 +364,8 @@ class Runs(L.Callback):
 
     def save(self, module: L.LightningModule, path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
-        shards = {name: weight.to_local() for name, weight in get_model_state_dict(module).items()}
+        state: dict[str, Any] = get_model_state_dict(module)
+        shards = {name: weight.to_local() for name, weight in state.items()}
         torch.save(shards, path / f"rank_{module.global_rank}.pt")
         if module.global_rank == 0:
             self.here.begins()
