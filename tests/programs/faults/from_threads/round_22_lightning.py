@@ -350,7 +350,9 @@ class Ring(LoggingNet):
         previous = (self.global_rank - 1) % self.here.world_size
         received = torch.empty_like(features)
         is_even = self.global_rank % 2 == 0
-        out, back = (self.one, self.other) if is_even else (self.other, self.one)  # <- ring_of_an_odd_number_of_ranks
+        out, back = (
+            (self.one, self.other) if is_even else (self.other, self.one)
+        )  # <- neighbours_on_a_ring_of_three_ranks
         for work in (dist.isend(features, following, out), dist.irecv(received, previous, back)):
             if work is not None:
                 work.wait()
@@ -364,7 +366,7 @@ class Ring(LoggingNet):
     moment=Moment.FIRST_STEP,
     whose="code",
 )
-def ring_of_an_odd_number_of_ranks(here: Here) -> None:
+def neighbours_on_a_ring_of_three_ranks(here: Here) -> None:
     """Even ranks send in one group and odd ones in another, but the last rank and the first one are both even."""
     here.fit(net=Ring(here))
 
