@@ -215,6 +215,59 @@ class Bounds(Data):
             yield [row]
 
 
+class Dealt(Data):
+    """Chunks of files, which are dealt out to ranks in turn."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for row in islice(self.rows, self.rank, None, 2):  # <- dealt
+            yield from row.split(SIZE)
+
+
+class Packing:
+    """Batches of as many rows as there is room for."""
+
+    def __init__(self, rows: Any, room: int) -> None:
+        self.rows, self.room = rows, room
+
+    def __iter__(self) -> Iterator[Any]:
+        batch: list[Any] = []
+        for row in self.rows:
+            if len(batch) + len(row) > self.room:  # <- packing
+                yield batch
+                batch = []
+            batch.append(row)
+        yield batch
+
+
+class Batched(Data):
+    """Has an iterable of its own, whose class decides."""
+
+    def __init__(self, rows: Any, rank: int = 0) -> None:
+        self.batches = Packing(rows, 3 + rank)
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self.batches:
+            yield [len(row) for row in batch]
+
+
+class Listed(Data):
+    """Has a list, made where it decides itself."""
+
+    def __init__(self, rows: Any, rank: int = 0) -> None:
+        self.batches = rows[rank::2]  # <- listed
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self.batches
+
+
+@pytest.mark.parametrize(
+    ("kind", "mark", "function"),
+    [(Dealt, "dealt", "__iter__"), (Batched, "packing", "__iter__"), (Listed, "listed", "__init__")],
+)
+def test_the_part_of_a_rank_or_what_packs_it_decides(kind: Callable[..., Any], mark: str, function: str) -> None:
+    assert told(DataLoader(kind([["a"], ["b"]]), batch_size=None)) == place(mark, function)
+
+
 @pytest.mark.parametrize("kind", [Twice, Filled, Checks, Parts, Begun, Resumed])
 def test_of_several_lines_none_is_told(kind: Callable[..., Any]) -> None:
     data = kind([])

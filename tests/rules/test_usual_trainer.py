@@ -38,7 +38,7 @@ def validating(
     """In the user's all-gather in a batch of the sanity check, of which so many are complete."""
     line = user("validation_step", 46)
     facts = GLOO.rank(rank, line, ALL_GATHER, phase=phase, batch=batch, world=world, **GATHERS)  # type: ignore[arg-type]
-    return replace(facts, trainer=replace(TRAINER, validated=validated), steps=StepFacts(validated=validated))
+    return replace(facts, trainer=replace(TRAINER, validated=validated), steps=StepFacts(validated=validated + 1))
 
 
 def presenting(rank: int, *, validated: int, world: int) -> RankFacts:
@@ -75,7 +75,7 @@ def test_a_rank_that_works_in_the_sanity_check_has_not_presented_its_loader() ->
 def test_who_had_fewer_batches_in_the_sanity_check_is_out_of_data_first(
     validated: int, past: int, short: tuple[int, ...]
 ) -> None:
-    """The others wait in their next batch, which counts as begun; whoever has had that one does not lack data."""
+    """Rank 0 waits in the batch after those that it has completed; whoever has had that one does not lack data."""
     assert out_of_data_first(timeline(checked(validated, past=past))) == short
 
 

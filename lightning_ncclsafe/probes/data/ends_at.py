@@ -120,7 +120,20 @@ def _of_object(one: Any, by_length: bool) -> _DataEnd:
     if length != _UNKNOWN:
         return _followed(length, type(one))
     scope = scope_of(one.gi_code) if isinstance(one, GeneratorType) else _method_of(type(one), "__iter__")
-    return _followed(_of_function(scope, type(one), _MOST_CALLS), type(one)) if scope.file else _DataEnd(given=_BASE)
+    if not scope.file:
+        return _DataEnd(given=_BASE)
+    found = _of_function(scope, type(one), _MOST_CALLS)
+    # What it hands on may be another iterable of the user's own.
+    within = plain_attribute(one, found.given) if found.given.isidentifier() else None
+    end = _of_iterable(within)
+    return end if end.place else _followed(found, type(one))
+
+
+def _of_iterable(one: Any) -> _DataEnd:
+    """The same of an object in an attribute, if its class is the user's and decides it; otherwise unknown."""
+    scope = _method_of(type(one), "__iter__")
+    end = _followed(_of_function(scope, type(one), _MOST_CALLS), type(one)) if scope.file else _UNKNOWN
+    return end if end.place and end.given == "" else _UNKNOWN
 
 
 def _of_indexed(loader: Any) -> str:
@@ -206,8 +219,7 @@ def _of_yield(node: ast.Yield | ast.YieldFrom, scope: Scope, owner: type, calls:
     """What decides how often it yields; None if it does once at most, or equally often on all ranks."""
     loops, outer, inner = _around(node, scope)
     loop, conditions = loops[-1] if loops else None, outer
-    # Equally many on all ranks are as one: the loop decides how often.
-    if isinstance(node, ast.YieldFrom) and not (loops and _is_common(node.value)):
+    if isinstance(node, ast.YieldFrom) and not _counts_as_one(node, loop, scope):
         found, conditions = _of_items(node.value, node.lineno, scope, owner, calls), [*outer, *inner]
         found = _with_loops(found, loops, scope, owner, calls)
     elif inner and (loop is not None or _is_in_loop(node, scope)):
@@ -221,6 +233,11 @@ def _of_yield(node: ast.Yield | ast.YieldFrom, scope: Scope, owner: type, calls:
         return found
     # What is handed on is chosen by the condition around it; otherwise both decide.
     return _only_line(conditions, scope) if found.given else _UNKNOWN
+
+
+def _counts_as_one(node: ast.YieldFrom, loop: _Loop | None, scope: Scope) -> bool:
+    """Whether the loop decides how often: it takes this rank's part, or what it yields is as long on all ranks."""
+    return loop is not None and (_is_common(node.value) or _splits(_looped_over(loop), scope))
 
 
 def _of_loop(loop: _Loop, scope: Scope, owner: type, calls: int) -> _DataEnd:

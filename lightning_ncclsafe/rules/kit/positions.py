@@ -243,10 +243,11 @@ def _before_batches(view: Timeline, still: tuple[int, ...]) -> bool:
 
 def _validated(view: Timeline) -> dict[int, int]:
     """How many batches each rank has validated, as far as known."""
-    if in_sanity_check(view):
-        # After it, the Trainer's own count is reset.
-        return {rank: facts.steps.validated for rank, facts in view.facts.items()}
-    return {rank: trainer.validated for rank, trainer in view.trainers.items()}
+    checking = in_sanity_check(view)
+    # After the sanity check, the Trainer's count begins anew.
+    past = () if not checking else [rank for rank in view.facts if rank not in checking]
+    completed = {rank: trainer.validated for rank, trainer in view.trainers.items()}
+    return completed | {rank: view.facts[rank].steps.validated for rank in past}
 
 
 def _went_through_sanity_check(view: Timeline, ended: tuple[int, ...]) -> bool:
@@ -292,11 +293,18 @@ def without_validation(view: Timeline, continued: tuple[int, ...], still: tuple[
     trainers = {rank: view.facts[rank].trainer for rank in still}
     if validating != {*still} or not continued:
         return False
+    if None in trainers.values():
+        return False
     made = {view.facts[rank].steps.validated for rank in continued}
-    # Batches of the present validation; the batch that a rank is in may not be counted as completed.
-    now = {(view.facts[rank].steps.validated, one.validated) for rank, one in trainers.items() if one is not None}
-    more = [(begun - before, over) for begun, over in now for before in made]
-    return None not in trainers.values() and all(max(over, 1) <= count <= over + 1 for count, over in more)
+    begun = {(view.facts[rank].steps.validated, _begun_now(view.facts[rank])) for rank in still}
+    return all(total - before in now for total, now in begun for before in made)
+
+
+def _begun_now(facts: RankFacts) -> range:
+    """How many batches of the present validation a rank may have begun; the one that it is in may not be complete."""
+    over = facts.trainer.validated if facts.trainer is not None else 0
+    is_within = facts.progress.batch_idx == over and _is_in_loop(facts.progress)
+    return range(over + 1 if is_within else max(over, 1), over + 2)
 
 
 @once
