@@ -78,6 +78,7 @@ OF_TORCH: dict[str, Callable[[], object]] = {
     "_dump_nccl_trace": calls("_dump_nccl_trace", True, True, False) if HAS_NCCL else no_check,
     "_inductor": takes("torch._inductor.codecache", "PyCodeCache.stack_frames_for_code", "x.py", 1),
     "_enable_collectives_timing": has(lambda: dist.ProcessGroup, "_enable_collectives_timing"),
+    "_get_op_type": has(lambda: dist.Work, "_get_op_type"),
     "_get_sequence_number_for_group": has(lambda: dist.ProcessGroup, "_get_sequence_number_for_group"),
     # Groups
     "_get_default_store": takes("torch.distributed.distributed_c10d", "_get_default_store"),

@@ -233,6 +233,9 @@ class StepFacts:
         metrics: Metrics of the model: the first 64.
         reducing: The logged key that is being reduced now; empty if none is.
         peer: Global rank that this one sends to or receives from now; -1 if unknown.
+        awaited: ``"send"`` and ``"recv"``, as far as the operation, or one of those in a list, that the main thread has
+            called ``wait`` of is such a one; empty if it is not known to be.
+        begun_at: ``"file:line in exchange"``: where that operation was begun; empty if unknown.
         root: Source or destination of the broadcast, scatter, gather or reduce that the main thread is in: its number
             within the group; -1 if unknown.
         groups_made: How many process groups this rank has taken part in creating, as a member or not, including the
@@ -284,6 +287,8 @@ class StepFacts:
     metrics: tuple[MetricFacts, ...] = ()
     reducing: str = ""
     peer: int = -1
+    awaited: tuple[str, ...] = ()
+    begun_at: str = ""
     root: int = -1
     groups_made: int = -1
     making: tuple[int, ...] = ()

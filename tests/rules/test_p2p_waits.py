@@ -17,8 +17,10 @@ from lightning_ncclsafe.facts import (
     Group,
     IncidentKind,
     JobFacts,
+    NotRecorded,
     RankFacts,
     StepFacts,
+    UnrecordedGroup,
 )
 from lightning_ncclsafe.facts.findings import Confidence
 from lightning_ncclsafe.rules.hang import HANG_RULES
@@ -203,3 +205,45 @@ def test_a_size_that_nobody_has_sent_is_not_said_to_be_of_a_back_end_that_is_not
 def test_a_rank_alone_has_not_diverged_from_others() -> None:
     facts = raised(NCCL.working(0, seq=60, world=1), "RuntimeError", EXABYTE, RUN, user("gather", 33), GATHER)
     assert first(job(facts, world=1)).rule == "failed-rank"
+
+
+def exchanging(*kinds: str, begun_at: str = f"{USER_FILE}:70 in hand_over") -> tuple[RankFacts, ...]:
+    """Of three ranks, those that wait for such operations in groups that gloo has no entry of; the others are past."""
+    wait = user("hand_over", 75, code="work.wait()")
+    lost = UnrecordedGroup(name="1", why=NotRecorded.LOST, backend="gloo", calls=1)
+    here = [
+        replace(
+            GLOO.working(rank, wait, seq=87, action=TRAINING_STEP, world=3),
+            unrecorded=(lost,),
+            steps=StepFacts(awaited=(kind,) if kind else (), begun_at=begun_at if kind else ""),
+        )
+        for rank, kind in enumerate(kinds)
+    ]
+    return (*here, *(GLOO.waiting(rank, seq=88, world=3) for rank in range(len(kinds), 3)))
+
+
+@pytest.mark.parametrize(
+    ("kinds", "words"),
+    [
+        (("send",), "for a send (begun at train.py:70 in hand_over) that never completes"),
+        (("recv", "recv"), "for a receive (begun at train.py:70 in hand_over) that never completes"),
+        (("send", "recv"), "for sends or receives (begun at train.py:70 in hand_over) that never complete"),
+    ],
+)
+def test_operations_that_are_known_to_be_sends_or_receives_are_told_where_they_began(
+    kinds: tuple[str, ...], words: str
+) -> None:
+    finding = first(job(*exchanging(*kinds), world=3))
+    assert (finding.rule, finding.ranks) == ("unmatched-p2p", tuple(range(len(kinds))))
+    assert words in finding.summary and finding.location == f"{USER_FILE}:70 in hand_over"
+
+
+def test_what_began_at_different_lines_is_told_where_ranks_wait() -> None:
+    one, other, past = exchanging("send", "recv")
+    other = replace(other, steps=replace(other.steps, begun_at=f"{USER_FILE}:71 in hand_over"))
+    finding = first(job(one, other, past, world=3))
+    assert finding.location == f"{USER_FILE}:75 in hand_over" and "begun at" not in finding.summary
+
+
+def test_a_wait_in_a_group_without_entries_may_be_for_a_collective() -> None:
+    assert "unmatched-p2p" not in found(job(*exchanging("", ""), world=3))

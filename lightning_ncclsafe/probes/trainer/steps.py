@@ -24,7 +24,7 @@ from lightning_ncclsafe.probes.process.stacks import (
 )
 from lightning_ncclsafe.probes.source.scopes import MOST_PLACES, Scope, first_places, places_in, scope_of, scopes_in
 from lightning_ncclsafe.probes.source.syntax import is_constant
-from lightning_ncclsafe.probes.trainer import gradients, logged_keys
+from lightning_ncclsafe.probes.trainer import awaited_works, gradients, logged_keys
 from lightning_ncclsafe.probes.trainer.passes import Batch, BatchPasses
 from lightning_ncclsafe.probes.trainer.state import epoch_is_over
 from lightning_ncclsafe.probes.trainer.timeout_lines import timeout_lines
@@ -150,6 +150,7 @@ class StepRecord:
         makes_group = any(True for _ in main_thread_frames(GROUP_CREATION))
         users = logged_keys.users_of(self._trainer)
         step = scope_of(getattr(type(module), "training_step", None))
+        operations, begun_at = awaited_works.awaited()
         return StepFacts(
             **passes,
             with_backward=self._with_backward,
@@ -175,6 +176,8 @@ class StepRecord:
             metrics=tuple(itertools.islice(logged_keys.metrics(module), _MOST_METRICS)),
             reducing=logged_keys.reduced_key(),
             peer=_peer(),
+            awaited=operations,
+            begun_at=begun_at,
             root=_root(),
             groups_made=process_groups.groups_made(),
             making=_members(),

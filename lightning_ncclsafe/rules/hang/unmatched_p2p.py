@@ -35,6 +35,7 @@ from lightning_ncclsafe.rules.kit import (
     ranks_by,
     ranks_words,
     send_recv_pairs,
+    short_place,
     sole_receiver,
     stack_evidence,
     wait_words,
@@ -89,7 +90,7 @@ def unmatched_p2p(view: Timeline) -> Iterator[Finding]:
     # A rank that still works, or one that is gone, may be the other side.
     if not view.all_wait:
         return
-    if len(sides) > 1:
+    if len(sides) > 1 or any(view.facts[rank].steps.awaited for rank in sides):
         yield _finding(view, sides)
     elif pairs := send_recv_pairs(view):
         yield _different_messages(view, pairs)
@@ -124,10 +125,10 @@ def in_circle(view: Timeline, circle: dict[int, int]) -> Finding:
 
 
 def _waits_for_peer(view: Timeline, rank: int) -> bool:
-    """Whether a rank is in a wait() of C++ code although all collectives are recorded and none is outstanding."""
+    """Whether a rank waits for a send or receive, or is in a wait() of C++ code while no collective is outstanding."""
     facts, doing = view.facts[rank], view.activities[rank]
     is_wait = doing.kind is Kind.COLLECTIVE and doing.call == "wait" and doing.collective is None
-    return is_wait and not facts.unrecorded and facts.exception is None
+    return is_wait and facts.exception is None and bool(facts.steps.awaited or not facts.unrecorded)
 
 
 def _peers_in_collectives(view: Timeline) -> dict[int, int]:
@@ -276,13 +277,19 @@ def _finding(view: Timeline, sides: tuple[int, ...]) -> Finding:
     places = ranks_by({rank: place_words(view.activities[rank].frame) for rank in sides})
     parts = [f"{clause(ranks, 'waits|wait')} {place}" for place, ranks in places.items()]
     batch = batch_words(view.facts[sides[0]].progress)
-    first = f"{', '.join(parts)}, {batch}, for sends or receives that never complete: none matches the other side."
+    awaited = {kind for rank in sides for kind in view.facts[rank].steps.awaited}
+    begun = {view.facts[rank].steps.begun_at for rank in sides}
+    place = begun.pop() if len(begun) == 1 else ""
+    at = f" (begun at {short_place(place)})" if place else ""
+    what = "a send" if awaited == {"send"} else "a receive" if awaited == {"recv"} else "sends or receives"
+    never = f"{at} that never {'completes' if what.startswith('a ') else 'complete'}"
+    first = f"{', '.join(parts)}, {batch}, for {what}{never}: nothing on the other side matches."
     frames = {location_of(view.activities[rank].frame) for rank in sides}
     return finding(
         view,
         sides,
         joined((first, _others(view, sides))),
-        location=frames.pop() if len(frames) == 1 else "",
+        location=place or (frames.pop() if len(frames) == 1 else ""),
         evidence=_evidence(view, sides),
     )
 
