@@ -177,6 +177,32 @@ def test_a_decorator_that_skips_the_step_is_found() -> None:
     assert record.facts().returns_nothing == (place("by the decorator", "guarded"),)
 
 
+class Linking(Module):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 1:
+            return {"loss": None, "lr": None}  # <- without a loss
+        if batch_idx == 2:
+            return {"scores": batch}  # <- without the key
+        return {"loss": batch.mean(), **batch.extra} if batch_idx else {**batch.losses}
+
+
+class Computed(Module):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.outputs(batch)  # <- computed
+
+
+@pytest.mark.parametrize(
+    ("module", "marks"), [(Linking(), ("without a loss", "without the key")), (Computed(), ("computed",))]
+)
+def test_where_a_step_returns_no_loss_is_searched_once_lightning_has_raised_that(
+    module: Module, marks: tuple[str, ...]
+) -> None:
+    _, record = begun(module)
+    error = "In automatic_optimization, when `training_step` returns a dict, the 'loss' key needs to be present"
+    assert record.facts(error=error).returns_no_loss == tuple(place(mark, "training_step") for mark in marks)
+    assert record.facts(error="CUDA out of memory").returns_no_loss == ()
+
+
 def test_backward_passes_are_counted_per_batch_and_kept_at_changes() -> None:
     of, record = begun(Module())
     for batch, passes in enumerate((2, 2, 1, 2, 2)):

@@ -7,6 +7,7 @@ when ranks are asked.
 
 import ast
 import itertools
+import re
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -41,6 +42,8 @@ _MEMBERS = "global_ranks_in_group"
 _UNREDUCED = ("block_backward_sync", "no_backward_sync", "no_sync", "set_requires_gradient_sync")
 # Lightning's error for a skipped step with several ranks.
 _REFUSED = "Skipping the `training_step`"
+# Its errors for what is no loss.
+_NO_LOSS = re.compile(r"In automatic.optimization, .*`training_step`")
 
 
 class StepRecord:
@@ -160,6 +163,7 @@ class StepRecord:
             skipped_batch=last[1],
             passes_at=step.calls_under_condition(_BACKWARD) if len(runs) > 1 else (),
             returns_nothing=_returns_nothing(module) if skipped else (),
+            returns_no_loss=_returns_no_loss(module) if _NO_LOSS.match(error) else (),
             without_graph=self._without_graph,
             leaves_at=gradients.leaves_at(module) if self._without_graph else (),
             without_gradient=tuple(missing[:_MOST_NAMES]),
@@ -219,6 +223,23 @@ def _returns_nothing(module: Any) -> tuple[str, ...]:
     scopes = itertools.chain(_with_decorators(module, "training_step"), _with_decorators(module, "backward"))
     returns = ((scope, one) for scope in scopes for one in scope.each(ast.Return))
     return tuple(scope.place(one.lineno) for scope, one in returns if one.value is None or is_constant(one.value, None))
+
+
+def _returns_no_loss(module: Any) -> tuple[str, ...]:
+    """The lines of ``training_step`` that return a dict without a loss; if none shows that, all that return a value."""
+    scopes = [*_with_decorators(module, "training_step")]
+    returns = [(scope, one) for scope in scopes for one in scope.each(ast.Return) if one.value is not None]
+    without = [(scope, one) for scope, one in returns if isinstance(one.value, ast.Dict) and not _has_loss(one.value)]
+    return tuple(scope.place(one.lineno) for scope, one in (without or returns))[:MOST_PLACES]
+
+
+def _has_loss(value: ast.Dict) -> bool:
+    """Whether a dict has a loss, or may have one by what it is made of."""
+    items = zip(value.keys, value.values, strict=True)
+    return any(
+        key is None or (isinstance(key, ast.Constant) and key.value == "loss" and not is_constant(one, None))
+        for key, one in items
+    )
 
 
 def _with_decorators(module: Any, hook: str) -> Iterator[Scope]:

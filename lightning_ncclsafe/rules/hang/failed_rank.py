@@ -60,6 +60,7 @@ _LINE = re.compile(r'File "([^"\n]+)", line (\d+), in (\S+)')
 _INSTALLED = re.compile(r"[\\/](?:site|dist)-packages[\\/]|[\\/]lib[\\/]python3[^\\/]*[\\/]|^<")
 # No file, network or lack of memory causes these; an unreadable image may well cause a TypeError.
 _OF_CODE = {"NameError", "UnboundLocalError", "NotImplementedError", "SyntaxError", "IndentationError", "TabError"}
+_LISTED = 4
 # If every rank of a large job raises something different, one of the first explains the others.
 _MOST = 16
 
@@ -173,8 +174,12 @@ def _mixed_words(view: Timeline, split: Divergence, rank: int) -> str:
 def _named(ranks: tuple[int, ...], facts: RankFacts, exception: ExceptionFacts) -> tuple[str, str]:
     """A sentence about what an exception of a library names, and the user's line of it; empty if that is unknown.
 
-    It is a key that a callback misses, as some ranks have never logged it, or the parameter that has another size.
+    It is a key that a callback misses, as some ranks have never logged it, the parameter that has another size, or what
+    training_step has returned.
     """
+    if places := facts.steps.returns_no_loss:
+        at = " or ".join(map(short_place, places[:_LISTED]))
+        return f"This training_step returns at {at}.", places[0] if len(places) == 1 else ""
     if (key := _missed_key(facts, exception)) is not None:
         logged = f"{capitalised(clause(ranks, 'has|have never logged'))} {key.name!r}"
         under = f", {under_words(key.rank_condition)}" if key.rank_condition else ""
