@@ -13,9 +13,9 @@ from lightning_ncclsafe.probes.process.crash_traces import CrashTraces
 from lightning_ncclsafe.probes.process.exit_status import ExitStatuses
 from lightning_ncclsafe.probes.process.growth import LEAST_S, MemoryGrowth, needs_second_look, with_core_shares
 from lightning_ncclsafe.probes.process.main_thread import (
-    another_thread_runs,
+    at_work,
     look_at_main_thread,
-    other_threads_ran_s,
+    look_at_others,
     waits_for_gil,
 )
 from lightning_ncclsafe.probes.rank_info import RankInfo
@@ -56,22 +56,31 @@ def ask(peer: RankInfo) -> tuple[tuple[Frame, ...], bool]:
 def _holds_gil(peer: RankInfo, ends_s: float) -> tuple[bool, bool]:
     """Whether a thread of a peer holds the GIL in native code, and whether its main thread sleeps.
 
-    The guard waits for it in vain, while the main thread runs for long enough to release it, or sleeps and no other
-    thread works. On a starved host, it takes a few looks until the main thread has run for so long.
+    The guard waits for it in vain, while the main thread runs for long enough to release it, or sleeps while no other
+    thread works, or one alone works for long enough. On a starved host, it takes a few looks until a thread has run
+    for so long.
     """
     if not peer.has_guard:
         return False, False
-    ran_s, sleeps = 0.0, True
+    ran_s, other_ran_s = 0.0, 0.0
+    working: set[int] = set()
+    is_idle = is_asleep = True
     for _ in range(_MOST_LOOKS):
-        before, others = look_at_main_thread(peer.pid), other_threads_ran_s(peer.pid)
+        before, others = look_at_main_thread(peer.pid), look_at_others(peer.pid)
         if time.monotonic() > ends_s or not waits_for_gil(peer.pid, peer.guard_threads):
             return False, False
-        now = look_at_main_thread(peer.pid)
+        now, others_work = look_at_main_thread(peer.pid), at_work(others, look_at_others(peer.pid))
         ran_s += (now.ran_s or 0.0) - (before.ran_s or 0.0)
         if ran_s >= _SWITCHES_S:
             return True, False
-        # Another thread that works may be the one that holds it, and execute bytecode.
-        sleeps = sleeps and now.is_interruptible and not ran_s and not another_thread_runs(peer.pid, others)
+        is_asleep = is_asleep and now.is_interruptible
+        is_idle = is_idle and not at_work({peer.pid: before}, {peer.pid: now})
+        # One of several may hold it, execute bytecode, and wait for a core.
+        working |= others_work.keys() - {*peer.guard_threads}
+        other_ran_s += sum(others_work[number] for number in working & others_work.keys())
+        if is_idle and len(working) == 1 and other_ran_s >= _SWITCHES_S:
+            return True, False
+    sleeps = is_asleep and not ran_s and not working
     return sleeps, sleeps
 
 

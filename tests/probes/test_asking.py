@@ -48,7 +48,7 @@ def test_the_gil_is_held_if_the_guard_waits_for_it_in_vain(
     looks = (ThreadLook(state=state, ran_s=ran_s) for ran_s in itertools.accumulate(itertools.repeat(runs_s)))
     monkeypatch.setattr(peers, "look_at_main_thread", lambda pid: next(looks))
     monkeypatch.setattr(peers, "waits_for_gil", lambda pid, threads: next(waits) and (pid, threads) == (77, (79, 80)))
-    monkeypatch.setattr(peers, "another_thread_runs", lambda pid, before: False)
+    monkeypatch.setattr(peers, "look_at_others", lambda pid: {})
     monkeypatch.setattr(traceback_signal, "armed_in", lambda pid: ARMED)
     monkeypatch.setattr(traceback_signal, "ask", lambda pid, armed: (line,))
     peer = RankInfo(rank=1, host="h", pid=77, guard_threads=(79, 80), has_guard=has_guard)
@@ -85,18 +85,39 @@ def test_a_peer_that_collects_garbage_has_the_collector_on_its_stack(
     assert stack[0] == line
 
 
-@pytest.mark.parametrize("another_runs", [False, True])
-def test_a_main_thread_that_sleeps_does_not_hold_the_gil_if_another_thread_runs(
-    monkeypatch: pytest.MonkeyPatch, another_runs: bool
+@pytest.mark.parametrize(
+    ("works", "gil_held"),
+    [
+        ([{}, {}, {}], True),
+        # It may execute bytecode, and wait for a core between.
+        ([{}, {8: 0.006}, {}], False),
+        ([{8: 0.1}], True),
+        ([{8: 0.008}, {8: 0.008}, {8: 0.008}], True),
+        ([{8: 0.1, 9: 0.01}, {8: 0.1}, {8: 0.1}], False),
+        ([{8: 0.006}, {9: 0.1}, {}], False),
+    ],
+    ids=[
+        "none works",
+        "one works a little",
+        "one works",
+        "one works on a starved host",
+        "two work",
+        "one, then another",
+    ],
+)
+def test_while_the_main_thread_sleeps_another_one_may_hold_the_gil(
+    monkeypatch: pytest.MonkeyPatch, works: list[dict[int, float]], gil_held: bool
 ) -> None:
     line = Frame(file="/home/me/train.py", line=9, function="training_step", user=True)
     monkeypatch.setattr(peers, "look_at_main_thread", lambda pid: ThreadLook(state="sleeping", ran_s=1.0))
     monkeypatch.setattr(peers, "waits_for_gil", lambda pid, threads: True)
-    runs = iter([False, another_runs, False])
-    monkeypatch.setattr(peers, "another_thread_runs", lambda pid, before: next(runs))
+    none = dict.fromkeys((8, 9), ThreadLook(state="sleeping", ran_s=0.0))
+    after = ({**none, **{n: ThreadLook(state="sleeping", ran_s=s) for n, s in each.items()}} for each in works)
+    looks = itertools.cycle(itertools.chain.from_iterable((none, each) for each in after))
+    monkeypatch.setattr(peers, "look_at_others", lambda pid: next(looks))
     monkeypatch.setattr(traceback_signal, "armed_in", lambda pid: ARMED)
     monkeypatch.setattr(traceback_signal, "ask", lambda pid, armed: (line,))
-    assert ask(RankInfo(rank=1, host="h", pid=77)) == ((line,), not another_runs)
+    assert ask(RankInfo(rank=1, host="h", pid=77)) == ((line,), gil_held)
 
 
 def test_a_peer_without_a_signal_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,9 +11,10 @@ import pytest
 from polling import until
 
 from lightning_ncclsafe.probes.process.main_thread import (
-    another_thread_runs,
+    ThreadLook,
+    at_work,
     look_at_main_thread,
-    other_threads_ran_s,
+    look_at_others,
     slept_s,
     thread_ran_s,
     waits_for_gil,
@@ -130,32 +131,43 @@ def test_on_a_starved_host_a_thread_that_waits_for_the_gil_is_looked_at_for_long
     assert looks == 1 + 4 * periods
 
 
-def test_it_is_seen_whether_another_thread_than_the_main_one_runs() -> None:
-    done = threading.Event()
+def test_it_is_seen_whether_another_thread_than_the_main_one_works() -> None:
+    done, before = threading.Event(), look_at_others(os.getpid())
     worker = threading.Thread(target=lambda: all(iter(lambda: not done.is_set(), False)))
     worker.start()
-    assert until(lambda: another_thread_runs(os.getpid(), other_threads_ran_s(os.getpid())))
+    assert until(lambda: worker.native_id in at_work(before, look_at_others(os.getpid())))
     done.set()
     worker.join()
     with subprocess.Popen(["sleep", "60"]) as process:
-        assert other_threads_ran_s(process.pid) == {}
-        assert not another_thread_runs(process.pid, {})
+        assert look_at_others(process.pid) == {}
         process.kill()
 
 
-@pytest.mark.parametrize(("worked_s", "runs"), [(0.001, False), (0.05, True)])
-def test_a_thread_that_sleeps_now_may_have_worked_since(tmp_path: Path, worked_s: float, runs: bool) -> None:
-    for thread, ran_s in ((7, 9.0), (8, 1.0 + worked_s)):
+@pytest.mark.parametrize(
+    ("state", "ran_s", "queued_s", "works"),
+    [
+        ("S", 0.001, 0.003, False),
+        ("S", 0.05, 0.0, True),
+        ("S", 0.001, 0.06, True),
+        ("R", 0.0, 0.0, True),
+        ("R", 0.0002, 0.03, False),
+    ],
+    ids=["sleeps", "has worked", "has waited for a core", "waits for a core", "asks for the GIL"],
+)
+def test_a_thread_works_if_it_had_a_core_or_waits_for_one(
+    tmp_path: Path, state: str, ran_s: float, queued_s: float, works: bool
+) -> None:
+    for thread in (7, 8):
         folder = tmp_path / "7" / "task" / str(thread)
         folder.mkdir(parents=True)
-        (folder / "schedstat").write_text(f"{round(ran_s * 1e9)} 0 1\n")
-        (folder / "stat").write_text(f"{thread} (python) S 1 1\n")
-    assert another_thread_runs(7, {"8": 1.0}, tmp_path) is runs
-    assert other_threads_ran_s(7, tmp_path) == {"8": pytest.approx(1.0 + worked_s)}
+        (folder / "schedstat").write_text(f"{round((1.0 + ran_s) * 1e9)} {round(queued_s * 1e9)} 1\n")
+        (folder / "stat").write_text(f"{thread} (python) {state} 1 1\n")
+    before = {8: ThreadLook(state="sleeping", ran_s=1.0, queued_s=0.0)}
+    assert at_work(before, look_at_others(7, tmp_path)) == ({8: pytest.approx(ran_s)} if works else {})
 
 
 def test_of_a_thread_that_is_not_there_nothing_is_known(tmp_path: Path) -> None:
-    assert not another_thread_runs(1, {}, tmp_path)
+    assert look_at_others(1, tmp_path) == {}
     assert not waits_for_gil(os.getpid(), [0])
     assert not waits_for_gil(os.getpid(), [])
     assert not waits_for_gil(1, [1], tmp_path)

@@ -17,8 +17,8 @@ _ASLEEP, _BLOCKED, _RUNNING = "sleeping", "disk-sleep", "running"
 _WAITS_S, _LOOKS, _LEAST_WOKEN, _MOST_RUN_S = 0.1, 5, 10, 0.00015
 # On a starved host it wakes up only a few times, and is looked at for several such periods.
 _MOST_PERIODS, _FEW_WOKEN = 4, 2
-# A thread that has run for longer than this meanwhile does more than wait for the GIL.
-_WORKS_S = 0.005
+# A thread that has run for longer than this meanwhile, or waited for a core so long, does more than wait for the GIL.
+_WORKS_S, _QUEUES_S = 0.005, 0.05
 # psutil's names; psutil reads them for whole processes only, and more slowly.
 _STATES = {
     "R": _RUNNING,
@@ -131,25 +131,28 @@ def thread_ran_s(thread_id: int) -> float:
     return own or 0.0
 
 
-def other_threads_ran_s(pid: int, proc: Path = _PROC) -> dict[str, float]:
-    """CPU seconds of the threads of a process besides its main one, by their numbers."""
-    folder = proc / str(pid) / "task"
-    threads = or_none(lambda: os.listdir(folder)) or []
-    return {thread: _turns_s(folder / thread)[0] or 0.0 for thread in threads if thread != str(pid)}
+def look_at_others(pid: int, proc: Path = _PROC) -> dict[int, ThreadLook]:
+    """One look at each thread of a process besides its main one, by the kernel's numbers of them."""
+    numbers = or_none(lambda: os.listdir(proc / str(pid) / "task")) or []
+    return {int(number): look_at_main_thread(pid, proc, thread=int(number)) for number in numbers if number != str(pid)}
 
 
-def another_thread_runs(pid: int, before: Mapping[str, float], proc: Path = _PROC) -> bool:
-    """Whether a thread of a process besides its main one runs, waits for a core, or has worked since.
+def at_work(before: Mapping[int, ThreadLook], now: Mapping[int, ThreadLook]) -> dict[int, float]:
+    """The threads that have worked between two looks 0.1 s apart, or waited for a core, with the CPU seconds they had.
 
-    Args:
-        pid: The process.
-        before: What :func:`other_threads_ran_s` gave 0.1 s ago.
+    One that only asks for the GIL wakes up every few milliseconds, and does neither.
     """
-    now = other_threads_ran_s(pid, proc)
-    if any(ran_s - before.get(thread, 0.0) > _WORKS_S for thread, ran_s in now.items()):
-        return True
-    states = (stat_fields(proc / str(pid) / "task" / thread) for thread in now)
-    return any(_STATES.get(fields[_STATE_FIELD]) == _RUNNING for fields in states if fields)
+    begun = ThreadLook(ran_s=0.0, queued_s=0.0)
+    turns = {number: _turns_between(before.get(number, begun), look) for number, look in now.items()}
+    return {
+        number: ran_s
+        for number, (ran_s, queued_s) in turns.items()
+        if ran_s > _WORKS_S or queued_s > _QUEUES_S or (now[number].is_running and not ran_s)
+    }
+
+
+def _turns_between(before: ThreadLook, now: ThreadLook) -> tuple[float, float]:
+    return (now.ran_s or 0.0) - (before.ran_s or 0.0), (now.queued_s or 0.0) - (before.queued_s or 0.0)
 
 
 def waits_for_gil(pid: int, threads: Iterable[int], proc: Path = _PROC) -> bool:
