@@ -935,6 +935,18 @@ def test_a_save_that_failed_on_all_ranks_left_nobody_behind() -> None:
     assert "checkpoint-skipped-barrier" not in found(replace(scene, ranks=everywhere))
 
 
+def test_ranks_are_apart_once_a_save_was_left_and_its_barrier_has_completed_with_another_call() -> None:
+    scene = scenes.save_failed_and_was_caught(GLOO)
+    failed = scene.ranks[0].failed_save
+    here = [GLOO.waiting(0, seq=62), *(GLOO.in_barrier(n, "later", seq=62) for n in (1, 2, 3))]
+    told = found(job(replace(here[0], failed_save=failed), *here[1:]))["checkpoint-skipped-barrier"]
+    assert (told.ranks, told.confidence) == ((0,), Confidence.LIKELY)
+    # A save that failed on all ranks, or ranks that wait for a straggler, are not apart because of it.
+    assert "checkpoint-skipped-barrier" not in found(job(*(replace(one, failed_save=failed) for one in here)))
+    late = GLOO.working(0, user("evaluate", 9), seq=61)
+    assert "checkpoint-skipped-barrier" not in found(job(replace(late, failed_save=failed), *here[1:]))
+
+
 def test_the_line_of_a_caught_save_is_in_the_try_that_has_caught_it() -> None:
     """The user's CheckpointIO has one, too, out of which the exception came."""
     scene = scenes.save_failed_and_was_caught(GLOO)
@@ -950,11 +962,11 @@ def test_the_line_of_a_caught_save_is_in_the_try_that_has_caught_it() -> None:
             (replace(hook, line=30, function="save_checkpoint"), 33, "except OSError:"),
         )
     )
-    for stack, line in (((run, called, save, raised_at), 117), ((run, hook, save, raised_at), 30)):
+    for stack, line in (((run, called, save, raised_at), 119), ((run, hook, save, raised_at), 30)):
         failed = replace(first.failed_save, stack=stack)
         one = found(replace(scene, ranks=(replace(first, failed_save=failed), *others)))["checkpoint-skipped-barrier"]
-        assert one.location.endswith(f":{line} in {stack[1].function if line == 117 else 'save_checkpoint'}")
-        assert ("caught by `except OSError as error:` (line 119) around" in one.summary) is (line == 117)
+        assert one.location.endswith(f":{line} in {stack[1].function if line == 119 else 'save_checkpoint'}")
+        assert ("caught by `except OSError as error:` (line 119) around" in one.summary) is (line == 119)
 
 
 @pytest.mark.parametrize(

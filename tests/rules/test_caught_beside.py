@@ -26,6 +26,7 @@ from lightning_ncclsafe.facts import (
     AwaitedThread,
     Branch,
     CaughtException,
+    Decides,
     EndedProcess,
     Frame,
     IncidentKind,
@@ -97,6 +98,22 @@ def test_of_two_ranks_the_one_that_caught_an_exception_has_skipped_the_call(net:
     told = "Rank 1 caught ValueError: no faces in this image at train.py:31 in detect, 24 s before this report"
     assert told in finding.summary
     assert any(item.rank == 1 and "no faces" in item.text for item in finding.evidence)
+
+
+@pytest.mark.parametrize(
+    ("clause", "passed", "line"),
+    [
+        ("except ValueError:  (line 45)", "", "45 in average"),
+        ("except ValueError:  (line 45)", "all_reduce", "31 in detect"),
+        ("with suppress(ValueError):  (line 45)", "", "31 in detect"),
+    ],
+    ids=["by a clause", "out of a collective", "by a context manager"],
+)
+def test_the_clause_that_caught_an_exception_is_the_line_to_look_at(clause: str, passed: str, line: str) -> None:
+    within = Branch(line=45, test=clause, on=Decides.EXCEPTION, until=46)
+    caught_at = replace(user("average", 46), branches=(within,))
+    finding = first(rank_that_skipped(GLOO, caught=(replace(NO_FACES, caught_at=caught_at, passed=passed),)))
+    assert (finding.rule, finding.location) == ("diverged-collectives", f"{USER_FILE}:{line}")
 
 
 def test_of_two_ranks_the_one_beyond_a_try_may_have_skipped_its_body() -> None:

@@ -2,7 +2,8 @@
 
 import builtins
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from itertools import takewhile
 
 from lightning_ncclsafe.code.libraries import SAVE_CHECKPOINT
@@ -24,6 +25,7 @@ from lightning_ncclsafe.rules.kit import (
     ranks_words,
     recorder_evidence,
     short_location,
+    signature,
     storage_evidence,
     verb,
     where_words,
@@ -59,9 +61,26 @@ def checkpoint_skipped_barrier(view: Timeline) -> Iterator[Finding]:
     """
     left = tuple(rank for rank, facts in sorted(view.facts.items()) if _left_save(facts))
     # If a save failed on all ranks, none was left in it, and the present save is another one.
-    others = (view.facts[rank] for rank in view.waiting_besides(left))
-    if left and not view.raised and any(_is_saving(facts) and facts.failed_save is None for facts in others):
-        yield _finding(view, left)
+    others = [facts for rank in view.waiting_besides(left) if (facts := view.facts[rank]).failed_save is None]
+    if not left or not others or view.raised:
+        return
+    if any(map(_is_saving, others)):
+        yield _finding(view, left, Confidence.CERTAIN)
+    elif _are_apart(view, left, others):
+        # The save's barrier has completed with a later call of the rank that has left it.
+        yield _finding(view, left, Confidence.LIKELY)
+
+
+def _are_apart(view: Timeline, left: tuple[int, ...], others: Iterable[RankFacts]) -> bool:
+    """Whether ranks that have left a save are in another call than the others, under the same number."""
+    split = view.divergence
+    if split is None:
+        return False
+    own, theirs = (
+        {signature(split.calls[rank]) for rank in ranks if rank in split.calls}
+        for ranks in (left, (facts.rank for facts in others))
+    )
+    return bool(own and theirs) and own.isdisjoint(theirs)
 
 
 def _left_save(facts: RankFacts) -> bool:
@@ -73,12 +92,16 @@ def _is_saving(facts: RankFacts) -> bool:
     return any(action.name.startswith(_SAVES) for action in facts.progress.actions)
 
 
-def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
+def _finding(view: Timeline, ranks: tuple[int, ...], confidence: Confidence) -> Finding:
     facts = view.facts[ranks[0]]
     failed = facts.failed_save
     assert failed is not None
     raised_at, (caught_at, handler) = deepest_user_frame(failed.stack), _caught_at(failed)
-    by = f" by {condition_words(handler)} around {short_location(caught_at)}" if caught_at else ""
+    by, place = "", location_of(raised_at)
+    if caught_at is not None and handler is not None:
+        by = f" by {condition_words(handler.test)} around {short_location(caught_at)}"
+        is_clause = not handler.test.startswith(_SUPPRESSES)
+        place = location_of(replace(caught_at, line=handler.line) if is_clause else caught_at)
     text = (
         f"saving a checkpoint on {ranks_words(ranks)} raised {error_words(failed)}{at_words(raised_at)}; "
         f"the exception was caught{by}, so "
@@ -89,14 +112,14 @@ def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
         view,
         ranks,
         text,
-        confidence=Confidence.CERTAIN,
-        location=location_of(caught_at or raised_at),
+        confidence=confidence,
+        location=place,
         evidence=(*_evidence(view, ranks), *phase_evidence(view, ranks), *recorder_evidence(view)),
         remedy=_REMEDY.format(advice=advice(failed)),
     )
 
 
-def _caught_at(failed: ExceptionFacts) -> tuple[Frame | None, str]:
+def _caught_at(failed: ExceptionFacts) -> tuple[Frame, Branch] | tuple[None, None]:
     """The user's line that called for the save within a ``try`` that catches this, and its handler, if known."""
     stack = failed.stack
     calls = tuple(takewhile(lambda frame: not SAVE_CHECKPOINT.has(frame.file, frame.function), stack))
@@ -104,8 +127,8 @@ def _caught_at(failed: ExceptionFacts) -> tuple[Frame | None, str]:
         for frame in reversed(calls):
             for branch in reversed(frame.branches):
                 if _is_tried(frame.line, branch) and _may_catch(branch.test, failed.type):
-                    return frame, branch.test
-    return None, ""
+                    return frame, branch
+    return None, None
 
 
 def _is_tried(line: int, branch: Branch) -> bool:

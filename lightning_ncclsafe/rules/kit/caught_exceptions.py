@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from lightning_ncclsafe.code.libraries import PROCESSES, WAITS_FOR_THREADS
-from lightning_ncclsafe.facts import CaughtException, Frame, IncidentKind, JobFacts, RankFacts
+from lightning_ncclsafe.facts import CaughtException, Decides, Frame, IncidentKind, JobFacts, RankFacts
 from lightning_ncclsafe.facts.findings import Evidence, Finding
 from lightning_ncclsafe.rules.kit.activity import hook_words
 from lightning_ncclsafe.rules.kit.exception_messages import error_words
@@ -111,6 +111,14 @@ def just_caught(view: Timeline, rank: int) -> tuple[CaughtException, ...]:
 def raised_at(error: CaughtException) -> Frame | None:
     """The deepest line of the user's code at which it was raised."""
     return deepest_user_frame(error.stack)
+
+
+def handled_at(error: CaughtException) -> Frame | None:
+    """The ``except`` clause that caught it, as a line of the user's; None if it is unknown, or no such clause."""
+    caught = error.caught_at
+    clauses = [one for one in caught.branches if one.on is Decides.EXCEPTION and not one.jump] if caught else []
+    is_except = bool(clauses) and clauses[-1].test.startswith("except")
+    return replace(caught, line=clauses[-1].line) if caught is not None and is_except else None
 
 
 def with_caught(findings: Iterable[tuple[Rule[Any], Finding]], job: JobFacts) -> list[Finding]:
