@@ -85,20 +85,20 @@ def exception_swallowed_before_a_collective(here: Here) -> None:
     here.fit(average)
 
 
-@fault("diverged-collectives", ranks=(0,), at={Moment.MIDDLE: (2, 3), Moment.EPOCH_END: (2,)})
+@fault("diverged-collectives", "gpu-memory-exhausted", ranks=(0,), at={Moment.MIDDLE: (2, 3), Moment.EPOCH_END: (2,)})
 def exception_logged_before_a_collective(here: Here) -> None:
     """Out of memory, and the batch is left out: with it the average over ranks."""
 
     def score(net: Net) -> torch.Tensor:
         if here.is_hit:
             here.begins()
-            raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")  # <- here
+            raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")
         return torch.ones(7)
 
     def average(net: Net) -> None:
         try:
             scores = score(net)
-        except RuntimeError as error:
+        except RuntimeError as error:  # <- here
             LOG.warning("this batch is left out: %s", error)
             return
         dist.all_reduce(scores)
