@@ -212,6 +212,9 @@ class StepFacts:
         passes_at: ``"file:line in training_step"`` of the calls of ``manual_backward`` under a condition on the rank.
         returns_nothing: ``"file:line in training_step"`` of each line there, and in decorators around it, that returns
             nothing; searched only if a batch was skipped.
+        unsaved: ``"checkpoint['older'] (DataLoaderIter)"``: what could not be pickled when its last save raised; empty
+            if that is not known to be the reason.
+        unsaved_at: ``"file:line in on_save_checkpoint"`` of each line that may have put it there.
         returns_no_loss: ``"file:line in training_step"`` of each line there that may have returned no loss, with other
             values; searched only if Lightning has raised that.
         without_graph: Batches with a backward pass of a loss that depends on no parameter, so that none gets a
@@ -273,6 +276,8 @@ class StepFacts:
     skips_steps: tuple[str, ...] = ()
     passes_at: tuple[str, ...] = ()
     returns_nothing: tuple[str, ...] = ()
+    unsaved: str = ""
+    unsaved_at: tuple[str, ...] = ()
     returns_no_loss: tuple[str, ...] = ()
     without_graph: int = 0
     leaves_at: tuple[str, ...] = ()

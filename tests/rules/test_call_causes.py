@@ -935,6 +935,22 @@ def test_a_save_that_failed_on_all_ranks_left_nobody_behind() -> None:
     assert "checkpoint-skipped-barrier" not in found(replace(scene, ranks=everywhere))
 
 
+def test_what_of_a_checkpoint_cannot_be_pickled_is_told_with_where_it_was_kept() -> None:
+    stack = (RUN, scenes.SAVE, scenes.CHECKPOINT_IO, scenes.TORCH_SAVE)
+    culprit = raised(GLOO.working(0, seq=60, batch=2), "TypeError", "cannot pickle 'Iterator' object", *stack)
+    others = [GLOO.in_barrier(n, "Trainer.save_checkpoint", seq=61) for n in (1, 2, 3)]
+    kept = f"{USER_FILE}:40 in on_save_checkpoint"
+    steps = StepFacts(unsaved="checkpoint['older'] (Iterator)", unsaved_at=(kept,))
+    told = found(job(replace(culprit, steps=steps), *others))["exception-during-save"]
+    at = "kept at train.py:40 in on_save_checkpoint"
+    assert told.summary.endswith(f" What cannot be pickled is checkpoint['older'] (Iterator), {at}.")
+    assert told.location == kept and told.remedy.startswith("Keep what can be pickled of it")
+    several = replace(steps, unsaved_at=(kept, f"{USER_FILE}:44 in state_dict"))
+    assert found(job(replace(culprit, steps=several), *others))["exception-during-save"].location == ""
+    plain = found(job(culprit, *others))["exception-during-save"]
+    assert "cannot be pickled is" not in plain.summary
+
+
 def test_ranks_are_apart_once_a_save_was_left_and_its_barrier_has_completed_with_another_call() -> None:
     scene = scenes.save_failed_and_was_caught(GLOO)
     failed = scene.ranks[0].failed_save

@@ -29,6 +29,7 @@ from lightning_ncclsafe.probes.trainer import awaited_works, gradients, logged_k
 from lightning_ncclsafe.probes.trainer.passes import Batch, BatchPasses
 from lightning_ncclsafe.probes.trainer.state import epoch_is_over
 from lightning_ncclsafe.probes.trainer.timeout_lines import timeout_lines
+from lightning_ncclsafe.probes.trainer.unsaved import Unsaved, kept_at, unsaved
 
 _BACKWARD = "manual_backward"
 _MOST_NAMES = 8
@@ -56,6 +57,7 @@ class StepRecord:
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self.failed_save: ExceptionFacts | None = None
+        self._unsaved: Unsaved | None = None
         self._total: Any = None
         self._last = 0
         self._has_own_backward = False
@@ -129,10 +131,11 @@ class StepRecord:
         """Called when the save of a checkpoint raises, on the main thread; its caller may catch that."""
         raised = exception_facts(error, is_consequence=process_groups.is_communication_error(error))
         self.failed_save = replace(raised, stack=(*_callers(), *raised.stack))
+        self._unsaved = unsaved(error)
 
     def saved(self) -> None:
         """Called when all ranks are past the save of a checkpoint."""
-        self.failed_save = None
+        self.failed_save = self._unsaved = None
 
     def facts(self, *, error: str = "") -> StepFacts:
         """The facts now, without ``timeouts_at`` and ``new_groups_at``; for another thread, as it reads source files.
@@ -163,6 +166,8 @@ class StepRecord:
             skipped_batch=last[1],
             passes_at=step.calls_under_condition(_BACKWARD) if len(runs) > 1 else (),
             returns_nothing=_returns_nothing(module) if skipped else (),
+            unsaved=self._unsaved.words if self._unsaved else "",
+            unsaved_at=self._unsaved_at() if self._unsaved else (),
             returns_no_loss=_returns_no_loss(module) if _NO_LOSS.match(error) else (),
             without_graph=self._without_graph,
             leaves_at=gradients.leaves_at(module) if self._without_graph else (),
@@ -188,6 +193,11 @@ class StepRecord:
             groups_at=(_groups_under_condition() or places_in(users, _groups_made)) if makes_group else (),
             accumulates_at=(places_in(users, _accumulates) if any(run[3:4] > (0,) for run in runs) else ()),
         )
+
+    def _unsaved_at(self) -> tuple[str, ...]:
+        key = self._unsaved.key if self._unsaved else ""
+        users = [*logged_keys.users_of(self._trainer), getattr(self._trainer, "datamodule", None)]
+        return places_in(users, lambda scope: kept_at(key, scope))
 
     def timeouts_at(self) -> tuple[TimeoutLine, ...]:
         """The lines that give a group, the store or a barrier a timeout, by a search in the user's source."""

@@ -20,15 +20,21 @@ from lightning_ncclsafe.rules.kit import (
     hang_rule,
     has_misread_sizes,
     is_save,
+    joined,
     location_of,
     ranks_by,
     ranks_words,
+    short_place,
     storage_evidence,
     type_and_place,
     verb,
     while_others_wait,
 )
 
+_LISTED = 4
+_KEEP_STATE = (
+    "Keep what can be pickled of it (its state as numbers, tensors and dicts), or leave it out of the checkpoint"
+)
 _REMEDY = (
     "{advice}. The other ranks wait for the rest of the save; what they print about lost connections is a consequence."
 )
@@ -72,16 +78,19 @@ def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
         f"{ranks_words(ranks)} raised {error_words(error)} while {verb(ranks, 'it', 'they')} saved a checkpoint"
         f"{to}{at_words(frame)}, {batch_words(facts.progress)}{while_others_wait(view, ranks)}."
     )
+    kept_at = facts.steps.unsaved_at
+    at = f", kept at {' or '.join(map(short_place, kept_at[:_LISTED]))}" if kept_at else ""
+    unsaved = f"What cannot be pickled is {facts.steps.unsaved}{at}." if facts.steps.unsaved else ""
     return finding(
         view,
         ranks,
-        text,
+        joined((text, unsaved)),
         severity=Severity.ERROR,
         confidence=Confidence.CERTAIN,
-        location=location_of(frame),
+        location=location_of(frame) or (kept_at[0] if len(kept_at) == 1 else ""),
         evidence=(
             *exception_evidence(facts),
             *storage_evidence(facts, of_checkpoints=True),
         ),
-        remedy=_REMEDY.format(advice=advice(error)),
+        remedy=_REMEDY.format(advice=_KEEP_STATE if unsaved else advice(error)),
     )
