@@ -83,6 +83,18 @@ def test_calls_that_may_have_ended_it_are_mentioned(
     assert all(text.endswith(" may end a process in this way.") for text in texts)
 
 
+def test_a_rank_that_may_have_killed_itself_is_told_to_look_there_first() -> None:
+    finding = gone((KILLS, WATCH), {"ended_by": "SIGKILL"})
+    call = "os.kill(os.getpid(), 9) at train.py:49 in end"
+    assert finding.remedy.startswith(
+        f"Its own code may have sent the signal: look first at what leads to {call}. If it "
+    )
+    assert "out-of-memory killer, someone else, or its own code)" in finding.summary
+    outside = gone((WATCH,), {"ended_by": "SIGKILL"})
+    assert outside.remedy.startswith("SIGKILL comes from outside.")
+    assert "out-of-memory killer or someone else)" in outside.summary
+
+
 def test_ranks_may_have_loaded_other_code() -> None:
     def told(*loaded: tuple[ExitCall, ...]) -> str:
         ranks = (replace(GLOO.waiting(number, seq=61), exit_calls=calls) for number, calls in enumerate(loaded))
@@ -118,6 +130,20 @@ def test_the_guard_may_have_ended_a_rank_that_was_at_its_limit(timeout_s: float,
     finding = gone((call,), {"exit_code": 124}, timeout_s=timeout_s)
     assert (finding.location == call.place) == is_named
     assert ("the guard" in finding.summary) != is_named
+
+
+def test_a_process_of_a_pool_is_no_worker_of_a_loader() -> None:
+    """datasets.map(num_proc=2): its pool raises where the user calls it, and knows no process."""
+    message = "One of the subprocesses has abruptly died during map operation.To debug the error, disable it."
+    killed = (EndedProcess(pid=11, signal="SIGKILL", is_replaced=True),)
+    finding = judge(machine_scenes.failed(GLOO, "RuntimeError", message, ended=killed)).findings[0]
+    assert (finding.rule, finding.confidence, finding.ranks) == ("worker-died", Confidence.CERTAIN, (2,))
+    assert finding.location.endswith("train.py:42 in training_step")
+    told = "was killed by a signal (SIGKILL), and rank 2 has raised RuntimeError at train.py:42 in training_step, "
+    assert told in finding.summary
+    assert "num_proc" in finding.remedy and "prefetch_factor" not in finding.remedy
+    unknown = judge(machine_scenes.failed(GLOO, "RuntimeError", message)).findings[0]
+    assert "exited without an error message" in unknown.summary and "num_workers" not in unknown.remedy
 
 
 def worker(

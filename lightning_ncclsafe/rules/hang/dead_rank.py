@@ -66,6 +66,7 @@ _REMEDY_KILLED = (
     "SIGKILL comes from outside. The kernel's log (dmesg) names the process if the out-of-memory killer sent it; "
     "otherwise look at the scheduler, the launcher, or anything else that can kill processes there."
 )
+_REMEDY_ITSELF = "Its own code may have sent the signal: look first at what leads to {calls}. If it did not: "
 _REMEDY_ENDED = (
     "Find out what ends processes there: a scheduler whose time limit is reached, a launcher, a kill command."
 )
@@ -210,7 +211,9 @@ def _words(end: _End, calls: ExitCalls, *, many: bool) -> str:
         by_guard = ", as when the guard ends a stuck run" if is_by_guard else ""
         return f"{'have' if many else 'has'} exited with status {end.status}{by_guard}"
     if end.signal == "SIGKILL":
-        return f"{was} killed by SIGKILL (by the kernel's out-of-memory killer or someone else)"
+        others = "someone else, or its own code" if calls.possible else "or someone else"
+        comma = "," if calls.possible else ""
+        return f"{was} killed by SIGKILL (by the kernel's out-of-memory killer{comma} {others})"
     if end.signal:
         return f"{was} ended by {end.signal}" + (f" ({_FAULTS[end.signal]})" if end.signal in _FAULTS else "")
     return f"{is_} gone"
@@ -313,6 +316,10 @@ def _remedy(end: _End, calls: ExitCalls, *, is_placed: bool) -> str:
         return _REMEDY_CALL.format(place=short_place(calls.only.place))
     if end.status is not None:
         return _REMEDY_EXITED if end.status else _REMEDY_DONE
+    if end.signal and calls.is_short:
+        listed = " or ".join(f"{call.code} at {short_place(call.place)}" for call in calls.possible)
+        why = _remedy(end, _NO_CALLS, is_placed=is_placed)
+        return f"{_REMEDY_ITSELF.format(calls=listed)}{why}"
     if end.signal in _ENDS:
         return _REMEDY_ENDED
     if end.signal == "SIGBUS":

@@ -15,10 +15,13 @@ from lightning_ncclsafe.rules.kit import (
     clause,
     finding,
     gives_up_words,
+    handling_exception,
     hang_rule,
+    held_remedy,
     joined,
     location_of,
     others_wait,
+    polling_remedy,
     positions,
     ranks_by,
     ranks_words,
@@ -127,10 +130,18 @@ def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
         ranks,
         "will not come" if is_over else "is|are behind",
         confidence=Confidence.LIKELY if is_certain else Confidence.POSSIBLE,
-        remedy=_REMEDY_FINISHED if is_over else (_remedy_alone(view, ranks) if waits_alone else _REMEDY),
+        remedy=_REMEDY_FINISHED if is_over else _remedy(view, ranks, wait_alone=waits_alone),
     )
     sentences = (found.summary, gives_up_words(view, view.waiting), awaited_process_sentence(view, ranks))
     return replace(found, summary=joined(sentences))
+
+
+def _remedy(view: Timeline, ranks: tuple[int, ...], *, wait_alone: bool) -> str:
+    if held := [*handling_exception(view, ranks).values()]:
+        return held_remedy(held[0])
+    if polled := polling_remedy(view.facts[ranks[0]].stack):
+        return polled
+    return _remedy_alone(view, ranks) if wait_alone else _REMEDY
 
 
 def _remedy_alone(view: Timeline, ranks: tuple[int, ...]) -> str:
