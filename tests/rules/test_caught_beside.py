@@ -26,6 +26,7 @@ from lightning_ncclsafe.facts import (
     AwaitedThread,
     Branch,
     CaughtException,
+    Decides,
     EndedProcess,
     Frame,
     IncidentKind,
@@ -88,12 +89,24 @@ def test_a_lack_of_memory_that_is_over_explains_nothing(caught: CaughtException)
     assert first(rank_that_skipped(GLOO, caught=(caught,))).rule == "diverged-collectives"
 
 
+def test_a_clause_that_may_have_led_around_a_call_is_no_condition_to_decide_alike() -> None:
+    clause = Branch(line=45, test="except ValueError:  (line 45)", on=Decides.EXCEPTION, until=44)
+    line = replace(user("average", 44), branches=(clause,))
+    inside = GLOO.rank(0, line, ALL_REDUCE, seq=61, outstanding=1, sizes=((5,),), action=TRAINING_STEP, world=3)
+    same = replace(inside, rank=1, local_rank=1, pid=1001)
+    finding = first(job(inside, same, GLOO.waiting(2, seq=61, world=3), world=3))
+    assert (finding.rule, finding.decided_at) == ("diverged-collectives", f"{USER_FILE}:45 in average")
+    assert "as the clause at train.py:45 in average may have done" in finding.remedy
+
+
 @pytest.mark.parametrize("net", [GLOO, NCCL])
 def test_of_two_ranks_the_one_that_caught_an_exception_has_skipped_the_call(net: Backend) -> None:
     finding = first(rank_that_skipped(net, caught=(NO_FACES,)))
     assert (finding.rule, finding.ranks) == ("diverged-collectives", (1,))
     assert finding.location == f"{USER_FILE}:31 in detect"
     assert finding.confidence is Confidence.LIKELY
+    assert "what skips a call that needs all ranks, as rank 1 may have done" in finding.remedy
+    assert "the reason of the ValueError" in finding.remedy
     told = "Rank 1 caught ValueError: no faces in this image, raised at train.py:31 in detect, 24 s before this report"
     assert told in finding.summary
     assert any(item.rank == 1 and "no faces" in item.text for item in finding.evidence)

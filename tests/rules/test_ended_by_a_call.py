@@ -83,13 +83,17 @@ def test_calls_that_may_have_ended_it_are_mentioned(
     assert all(text.endswith(" may end a process in this way.") for text in texts)
 
 
-def test_a_rank_that_may_have_killed_itself_is_told_to_look_there_first() -> None:
-    finding = gone((KILLS, WATCH), {"ended_by": "SIGKILL"})
+def test_a_rank_that_was_seen_where_it_may_have_killed_itself_is_told_to_look_there_first() -> None:
+    there = replace(SEEN, stack=(user("training_step", 40), user("end", 48)))
+    finding = gone((KILLS, WATCH), {"ended_by": "SIGKILL", "last_seen": there})
     call = "os.kill(os.getpid(), 9) at train.py:49 in end"
     assert finding.remedy.startswith(
         f"Its own code may have sent the signal: look first at what leads to {call}. If it "
     )
     assert "out-of-memory killer, someone else, or its own code)" in finding.summary
+    elsewhere = gone((KILLS, WATCH), {"ended_by": "SIGKILL"})
+    assert elsewhere.remedy.startswith("SIGKILL comes from outside.")
+    assert elsewhere.remedy.endswith(f" Its own code may also have sent the signal, if it came to {call}.")
     outside = gone((WATCH,), {"ended_by": "SIGKILL"})
     assert outside.remedy.startswith("SIGKILL comes from outside.")
     assert "out-of-memory killer or someone else)" in outside.summary

@@ -1,6 +1,7 @@
 """The cause dead-rank: a rank's process no longer exists."""
 
 from collections.abc import Iterable, Iterator
+from pathlib import PurePath
 from typing import NamedTuple
 
 from lightning_ncclsafe.facts import Frame, LastSeen, Phase, ProcessFacts, RankFacts
@@ -67,6 +68,7 @@ _REMEDY_KILLED = (
     "otherwise look at the scheduler, the launcher, or anything else that can kill processes there."
 )
 _REMEDY_ITSELF = "Its own code may have sent the signal: look first at what leads to {calls}. If it did not: "
+_REMEDY_OR_ITSELF = " Its own code may also have sent the signal, if it came to {calls}."
 _REMEDY_ENDED = (
     "Find out what ends processes there: a scheduler whose time limit is reached, a launcher, a kill command."
 )
@@ -267,7 +269,7 @@ def _finding(
         evidence=(*_evidence(view, ranks, calls), *kills, *calls.evidence(ranks[0])),
         remedy=_REMEDY_OOM
         if kills
-        else _remedy(end, calls, is_placed=frame is not None)
+        else _remedy(end, calls, is_placed=frame is not None, was_there=_was_there(view, ranks, calls))
         + (_REMEDY_GLOO if _may_be_aborted_by_gloo(view, ranks, end) else ""),
     )
 
@@ -311,7 +313,16 @@ def _seen_words(seen: LastSeen) -> str:
     return f"{place}, {batch}" if place else f"in {batch}" if batch.startswith("batch ") else batch
 
 
-def _remedy(end: _End, calls: ExitCalls, *, is_placed: bool) -> str:
+def _was_there(view: Timeline, ranks: tuple[int, ...], calls: ExitCalls) -> bool:
+    """Whether one of them was last seen in a function with one of these calls."""
+    seen = [one.last_seen for rank in ranks if (one := view.witnesses.get(rank)) is not None]
+    frames = [frame for one in seen if one is not None for frame in one.stack if frame.user]
+    functions = {(PurePath(frame.file).name, frame.function) for frame in frames}
+    places = (call.place.rpartition(":") for call in calls.possible)
+    return any((PurePath(file).name, rest.partition(" in ")[2]) in functions for file, _, rest in places)
+
+
+def _remedy(end: _End, calls: ExitCalls, *, is_placed: bool, was_there: bool = False) -> str:
     if calls.only is not None:
         return _REMEDY_CALL.format(place=short_place(calls.only.place))
     if end.status is not None:
@@ -319,7 +330,8 @@ def _remedy(end: _End, calls: ExitCalls, *, is_placed: bool) -> str:
     if end.signal and calls.is_short:
         listed = " or ".join(f"{call.code} at {short_place(call.place)}" for call in calls.possible)
         why = _remedy(end, _NO_CALLS, is_placed=is_placed)
-        return f"{_REMEDY_ITSELF.format(calls=listed)}{why}"
+        first = _REMEDY_ITSELF.format(calls=listed) if was_there else ""
+        return f"{first}{why}{'' if was_there else _REMEDY_OR_ITSELF.format(calls=listed)}"
     if end.signal in _ENDS:
         return _REMEDY_ENDED
     if end.signal == "SIGBUS":

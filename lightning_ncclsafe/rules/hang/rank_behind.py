@@ -28,6 +28,7 @@ from lightning_ncclsafe.rules.kit import (
     straggler_finding,
     verb,
     where_words,
+    writes_to_pipe,
 )
 
 _REMEDY = (
@@ -45,6 +46,10 @@ _REMEDY_ALONE = (
 _REMEDY_PROCESS = (
     "Look at what process {pid} is doing (its output; py-spy dump --pid {pid}, if it runs Python), and wait for it "
     "with a timeout."
+)
+_REMEDY_FULL = (
+    "The pipe is full, and process {pid}, which has its other end, does not read it: look at what that process is "
+    "doing. Read all pipes of a process at once (communicate(), a thread for each), or let output go to a file."
 )
 _PLACES = 4
 _REMEDY_UNKNOWN = "Compare the ranks' stacks below: the one that differs is the one to look at."
@@ -147,7 +152,8 @@ def _remedy(view: Timeline, ranks: tuple[int, ...], *, wait_alone: bool) -> str:
 def _remedy_alone(view: Timeline, ranks: tuple[int, ...]) -> str:
     awaited = [one[0] for rank in ranks if (one := view.facts[rank].awaited_processes)]
     if len(ranks) == len(awaited) == 1 and awaited[0].state != "zombie":
-        return _REMEDY_PROCESS.format(pid=awaited[0].pid)
+        remedy = _REMEDY_FULL if writes_to_pipe(view.facts[ranks[0]]) else _REMEDY_PROCESS
+        return remedy.format(pid=awaited[0].pid)
     return _REMEDY_ALONE.format(who=verb(ranks, "This rank does", "These ranks do"))
 
 

@@ -349,10 +349,18 @@ def awaited_process_sentence(view: Timeline, ranks: Iterable[int]) -> str:
     return f"{capitalised('; '.join(parts))}." if parts else ""
 
 
-def _awaits_words(facts: RankFacts, child: ChildProcess) -> str:
+def writes_to_pipe(facts: RankFacts) -> bool:
+    """Whether a rank's main thread waits until somebody reads what it has written to a pipe."""
+    return "write" in _pipe_channel(facts)
+
+
+def _pipe_channel(facts: RankFacts) -> str:
     thread = facts.machine.main_thread
-    channel = thread.wait_channel if thread is not None and wait_of(thread.wait_channel) is Wait.PIPE else ""
-    waits = "writes to" if "write" in channel else "reads from" if "read" in channel else "waits for"
+    return thread.wait_channel if thread is not None and wait_of(thread.wait_channel) is Wait.PIPE else ""
+
+
+def _awaits_words(facts: RankFacts, child: ChildProcess) -> str:
+    waits = "writes to" if writes_to_pipe(facts) else "reads from" if "read" in _pipe_channel(facts) else "waits for"
     command = f" ({child.command})" if child.command else ""
     state = ", which has ended" if child.state == "zombie" else f", which is {child.state}" if child.state else ""
     return f"rank {facts.rank} {waits} its child process {child.pid}{command}{state}"
