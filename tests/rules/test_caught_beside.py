@@ -89,6 +89,14 @@ def test_a_lack_of_memory_that_is_over_explains_nothing(caught: CaughtException)
     assert first(rank_that_skipped(GLOO, caught=(caught,))).rule == "diverged-collectives"
 
 
+def test_a_breakpoint_for_all_ranks_that_one_rank_calls() -> None:
+    loss = Branch(line=43, test="if loss > 100:  (line 43)", on=Decides.VALUE, until=44)
+    line = replace(user("watched", 44, code="dist.breakpoint()"), branches=(loss,))
+    inside = GLOO.rank(0, line, ALL_REDUCE, seq=61, outstanding=1, sizes=((5,),), action=TRAINING_STEP, world=3)
+    finding = first(job(inside, *(GLOO.waiting(n, seq=61, world=3) for n in (1, 2)), world=3))
+    assert finding.remedy.startswith("torch.distributed.breakpoint() is for all ranks")
+
+
 def test_a_clause_that_may_have_led_around_a_call_is_no_condition_to_decide_alike() -> None:
     clause = Branch(line=45, test="except ValueError:  (line 45)", on=Decides.EXCEPTION, until=44)
     line = replace(user("average", 44), branches=(clause,))

@@ -99,6 +99,29 @@ def test_a_rank_that_was_seen_where_it_may_have_killed_itself_is_told_to_look_th
     assert "out-of-memory killer or someone else)" in outside.summary
 
 
+@pytest.mark.parametrize(
+    ("calls", "status", "start"),
+    [
+        (
+            (COMPUTED, replace(WATCH, code="os._exit(0)", status=0)),
+            0,
+            "It may have ended by os._exit(0) at train.py:9 in ",
+        ),
+        (
+            (COMPUTED,),
+            3,
+            "It may have ended by os._exit(code) at train.py:29 in leave: look first at what leads there. ",
+        ),
+        ((), 3, "Look at the end of this rank's own output"),
+        ((), 0, "It ended as if it had finished"),
+    ],
+)
+def test_the_calls_that_fit_the_status_best_are_where_to_look(
+    calls: tuple[ExitCall, ...], status: int, start: str
+) -> None:
+    assert gone(calls, {"exit_code": status}).remedy.startswith(start)
+
+
 def test_ranks_may_have_loaded_other_code() -> None:
     def told(*loaded: tuple[ExitCall, ...]) -> str:
         ranks = (replace(GLOO.waiting(number, seq=61), exit_calls=calls) for number, calls in enumerate(loaded))

@@ -165,6 +165,25 @@ def test_a_hook_that_waits_for_something_is_told_for_what() -> None:
     assert "`while not done.exists():` (line 40)" in remedy
 
 
+@pytest.mark.parametrize(
+    ("more", "start"),
+    [
+        (
+            {"phase": Phase.INIT, "batch": -1, "action": "[LightningDataModule]Data.setup"},
+            "Do this work once and ahead",
+        ),
+        ({"phase": Phase.INIT, "batch": -1, "action": "[LightningDataModule]Data.prepare_data"}, "Share this work"),
+        ({}, "Share this work"),
+    ],
+)
+def test_preparation_by_one_rank_alone_is_no_evaluation(more: dict[str, object], start: str) -> None:
+    line = user("cache", 50, condition="if rank == 0:  (line 43)")
+    same = {key: more[key] for key in ("phase", "batch") if key in more}
+    waiting = (GLOO.in_barrier(n, "cache", seq=61, **same) for n in (1, 2, 3))
+    finding = first(job(GLOO.working(0, line, seq=60, **more), *waiting))
+    assert finding.rule == "rank-zero-only-work" and finding.remedy.startswith(start)
+
+
 def test_a_worker_without_a_task_has_not_handed_over_what_it_made() -> None:
     torch_file, python_file = "/lib/site-packages/torch/utils/data/_utils/worker.py", "multiprocessing/queues.py"
     own = Frame(file=torch_file, line=308, function="_worker_loop")

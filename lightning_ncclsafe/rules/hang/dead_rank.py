@@ -59,6 +59,7 @@ _REMEDY_CALL = (
     "Look at what leads to the line {place}: a rank that ends there leaves the others waiting. Let all ranks end at "
     "the same batch, or raise an exception, which is reported. If it did not end there, a library has ended it."
 )
+_REMEDY_LINES = "It may have ended by {calls}: look first at what leads there. "
 _REMEDY_DONE = (
     "It ended as if it had finished: its script ended, or it called sys.exit between two calls of the Trainer, or "
     "os._exit(0). Make the same calls of the Trainer on all ranks."
@@ -326,7 +327,11 @@ def _remedy(end: _End, calls: ExitCalls, *, is_placed: bool, was_there: bool = F
     if calls.only is not None:
         return _REMEDY_CALL.format(place=short_place(calls.only.place))
     if end.status is not None:
-        return _REMEDY_EXITED if end.status else _REMEDY_DONE
+        why = _REMEDY_EXITED if end.status else _REMEDY_DONE
+        # Those with this very status fit best.
+        fitting = [call for call in calls.possible if call.status == end.status] or calls.possible
+        listed = " or ".join(f"{call.code} at {short_place(call.place)}" for call in fitting)
+        return f"{_REMEDY_LINES.format(calls=listed)}{why}" if calls.is_short else why
     if end.signal and calls.is_short:
         listed = " or ".join(f"{call.code} at {short_place(call.place)}" for call in calls.possible)
         why = _remedy(end, _NO_CALLS, is_placed=is_placed)

@@ -1,5 +1,6 @@
 """What to do about diverged collectives, by their reason."""
 
+import re
 from dataclasses import replace
 
 from lightning_ncclsafe.code.libraries import MODEL_CHECKPOINT
@@ -17,6 +18,11 @@ _DECIDED = (
     "rank broadcasts (trainer.strategy.broadcast). If that line is not the reason, look for other collectives under a "
     "condition on the rank or on the data."
 )
+_BREAKPOINT = (
+    "torch.distributed.breakpoint() is for all ranks: one gets the debugger, and the others wait in a barrier until it "
+    "goes on. Call it on all of them at the same line, or use pdb with devices=1."
+)
+_BREAKPOINT_CALL = re.compile(r"\bdist\w*\.breakpoint\(")
 _CAUGHT = (
     "Do not catch on one rank alone what skips a call that needs all ranks, as {where} may have done: correct the "
     "reason of the {error}, and let it end the rank, which ends the others, too; or let all ranks agree on it first "
@@ -65,6 +71,8 @@ def as_decided(view: Timeline, finding: Finding) -> Finding:
     if not is_general:
         return finding
     deciding = decision(view, finding.location)
+    if deciding is not None and _BREAKPOINT_CALL.search(deciding.at.code):
+        return replace(finding, remedy=_BREAKPOINT)
     is_clause = deciding is not None and all(branch.on is Decides.EXCEPTION for _, branch in deciding.branches)
     caught = [(rank, error) for rank in finding.ranks if rank in view.facts for error in just_caught(view, rank)]
     if caught and (is_clause or not finding.decided_at):
