@@ -313,7 +313,8 @@ WAITS_FOR_PROCESSES = _in(
 )
 POOL_RESULT = _in(_PYTHON, "multiprocessing/pool.py", functions="get")
 POOL_PROCESS = _in(_PYTHON, "multiprocessing/pool.py", functions="worker")
-# Called by the latter: waits for a task.
+LOADER_PROCESS = _in(_TORCH, "utils/data/_utils/worker.py", functions="_worker_loop")
+# Called by both: waits for a task.
 POOL_TASK = _in(_PYTHON, "multiprocessing/queues.py", functions="get")
 # Takes a lock that processes share; those of threads have no Python frame.
 TAKES_SHARED_LOCK = _in(_PYTHON, "multiprocessing/synchronize.py", functions="__enter__")

@@ -276,8 +276,10 @@ def _line(alike: RankStates, ranks: tuple[int, ...]) -> str:
     if facts.inspection is not None and facts.progress.phase is Phase.UNKNOWN:
         where = "in no Trainer"
     moves = facts.inspection is not None and facts.inspection.moved
-    progress = "moves" if moves else f"no progress for {idle_words(view, ranks)}"
-    return f"{ranks_words(ranks)}: {where}, {progress}{line}; {alike.states[rank]}"
+    progress = ", moves" if moves else f", no progress for {idle_words(view, ranks)}"
+    # A rank that has raised is not expected to make any.
+    progress = "" if facts.exception is not None else progress
+    return f"{ranks_words(ranks)}: {where}{progress}{line}; {alike.states[rank]}"
 
 
 def idle_words(view: Timeline, ranks: Iterable[int]) -> str:

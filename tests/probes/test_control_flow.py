@@ -525,6 +525,23 @@ def test_a_condition_has_its_line_and_is_truncated() -> None:
     assert (branch.test, branch.until) == ("else of if b:  (line 2)", 5)
 
 
+def test_what_is_quoted_has_no_comment() -> None:
+    source = """
+        for part in parts:  # each "one"
+            try:
+                if part != "#":
+                    send(part)  # <-
+            except OSError:  # a "#" more
+                pass
+    """
+    tests = [branch.test for branch in around(source).branches]
+    assert [test.partition("  (line")[0] for test in tests] == [
+        "for part in parts:",
+        "except OSError:",
+        'if part != "#":',
+    ]
+
+
 def test_only_the_innermost_of_many_branches_are_kept() -> None:
     ifs = "".join(f"{'    ' * depth}if a{depth}:\n" for depth in range(12))
     found = around(f"{ifs}{'    ' * 12}reduce()  # <-").branches

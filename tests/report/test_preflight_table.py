@@ -195,7 +195,7 @@ def test_the_report_shows_hosts_and_omits_hangs() -> None:
     facts = job(4, changed(good, 3, versions=OLD))
     stack = (Frame(file="train.py", line=1, function="main"),)
     text = render_text(judged(replace(facts, ranks=tuple(replace(rank, stack=stack) for rank in facts.ranks))))
-    assert text.startswith("different-versions: Rank 3 (node-0): torch is 2.13.0 on ranks 0-2, 2.12.1 on rank 3.\n")
+    assert text.startswith("different-versions: Rank 3 (node-0): torch is 2.13.0 on ranks 0-2 but 2.12.1 on rank 3.\n")
     assert "Incident 1: all 4 ranks checked their hosts.\n" in text
     assert "The hosts of all ranks\n----------------------\n  rank  host    torch\n  0-2   node-0  2.13.0\n" in text
     assert "All ranks" not in text and "Stack of" not in text and "The data of" not in text

@@ -331,7 +331,7 @@ AGREEMENT = (
         version(TWO, *SECOND, nccl="2.27.3"),
         "different-versions",
         ALL,
-        ("nccl is 2.28.9 on ranks 0-7, 2.27.3 on ranks 8-15",),
+        ("nccl is 2.28.9 on ranks 0-7 but 2.27.3 on ranks 8-15",),
     ),
     Scene("another torch", version(ONE, 3, torch="1.13.1"), "different-versions", (3,), ("1.13.1 on rank 3",), ERROR),
     Scene("NCCL 3", version(ONE, 3, nccl="3.0"), "different-versions", (3,), severity=ERROR),
@@ -343,14 +343,14 @@ AGREEMENT = (
         setting(TWO, *SECOND, NCCL_ALGO="Ring"),
         "different-settings",
         ALL,
-        ("NCCL_ALGO is not set on ranks 0-7, Ring on ranks 8-15",),
+        ("NCCL_ALGO is not set on ranks 0-7 but Ring on ranks 8-15",),
     ),
     Scene(
         "an interface of one rank",
         setting(TWO, 9, NCCL_SOCKET_IFNAME="eth1"),
         "different-settings",
         (9,),
-        ("Rank 9 (node-1): NCCL_SOCKET_IFNAME is eth0 on ranks 0-8, 10-15, eth1 on rank 9.",),
+        ("Rank 9 (node-1): NCCL_SOCKET_IFNAME is eth0 on ranks 0-8, 10-15 but eth1 on rank 9.",),
     ),
     Scene(
         "two variables on one rank",
@@ -487,14 +487,14 @@ AGREEMENT = (
         network(checking(24), *SECOND, interfaces=interface("eth0 100000 Mbit/s 192.168.0.9")),
         "unreachable-interface",
         SECOND,
-        ("10.0.0.0/16 on ranks 0-7, 16-23, 192.168.0.0/16 on ranks 8-15 (interface eth0)",),
+        ("10.0.0.0/16 on ranks 0-7, 16-23 but 192.168.0.0/16 on ranks 8-15 (interface eth0)",),
     ),
     Scene(
         "another speed",
         network(checking(24), *SECOND, interfaces=interface("eth0 1000 Mbit/s 10.0.0.9")),
         "unreachable-interface",
         SECOND,
-        ("100000 Mbit/s on ranks 0-7, 16-23, 1000 Mbit/s on ranks 8-15",),
+        ("100000 Mbit/s on ranks 0-7, 16-23 but 1000 Mbit/s on ranks 8-15",),
     ),
 )
 STORAGE = (

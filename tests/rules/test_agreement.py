@@ -147,7 +147,7 @@ SCENES = (
         with_loader(PEERS, 3, fingerprints={"values": "other"}),
         "different-peers",
         (2, 3),
-        ("fingerprint of values is 1 on rank 2, other on rank 3",),
+        ("fingerprint of values is 1 on rank 2 but other on rank 3",),
     ),
     Scene(
         "peers of whom no sampler splits anything hold different data",
@@ -158,28 +158,28 @@ SCENES = (
         ),
         "different-peers",
         (1,),
-        ("of data-parallel rank 0 the fingerprint of indices is a1b2c3d4 on ranks 0, 2-3, other on rank 1",),
+        ("of data-parallel rank 0 the fingerprint of indices is a1b2c3d4 on ranks 0, 2-3 but other on rank 1",),
     ),
     Scene(
         "a peer draws another order",
         with_data(with_loader(PEERS, sampler=RANDOM), random=lambda rank: states(min(rank, 1), differ="torch")),
         "different-peers",
         (0, 1),
-        ("of data-parallel rank 0 the random order is torch-0 on rank 0, torch-1 on rank 1",),
+        ("of data-parallel rank 0 the random order is torch-0 on rank 0 but torch-1 on rank 1",),
     ),
     Scene(
         "a peer has read something else",
         with_loader(pairs(STREAMED), fingerprints=lambda rank: {"first batches": str(rank)}),
         "different-peers",
         (0, 1, 2, 3),
-        ("fingerprint of first batches is 0 on rank 0, 1 on rank 1",),
+        ("fingerprint of first batches is 0 on rank 0 but 1 on rank 1",),
     ),
     Scene(
         "a peer has one batch more, which a policy cannot mend",
         with_data(uneven(PEERS, 1, count=21, samples=641), on_uneven="stop_together"),
         "different-peers",
         (0, 1),
-        ("number of batches is 20 on rank 0, 21 on rank 1", "The numbers of batches differ with that"),
+        ("number of batches is 20 on rank 0 but 21 on rank 1", "The numbers of batches differ with that"),
     ),
     Scene(
         "uneven shares to predict with, for a model that is split among ranks",
@@ -193,21 +193,21 @@ SCENES = (
         first_only(two_validation_loaders(), 3),
         "loader-count",
         (3,),
-        ("the number of loaders in val_dataloader is 2 on ranks 0-2, 1 on rank 3",),
+        ("the number of loaders in val_dataloader is 2 on ranks 0-2 but 1 on rank 3",),
     ),
     Scene(
         "one rank is in another stage",
         with_loader(with_data(SHARED, 1, **VALIDATION), 1, batches=5, length=5, samples=9),
         "loader-count",
         (1,),
-        ("the stage is train_dataloader on ranks 0, 2-3, val_dataloader on rank 1",),
+        ("the stage is train_dataloader on ranks 0, 2-3 but val_dataloader on rank 1",),
     ),
     Scene(
         "one rank combines otherwise",
         with_data(SHARED, 2, mode="min_size"),
         "loader-count",
         (2,),
-        ("mode in train_dataloader is max_size_cycle on ranks 0-1, 3, min_size on rank 2",),
+        ("mode in train_dataloader is max_size_cycle on ranks 0-1, 3 but min_size on rank 2",),
     ),
     Scene(
         "one rank is silent",
@@ -228,21 +228,21 @@ SCENES = (
         with_loader(OWNED, 1, length=None, batches=None, samples=None, datasets=("Stream",), dataset="Stream"),
         "sized-and-unsized",
         (1,),
-        ("a length (Subset) on ranks 0, 2-3, no length (Stream) on rank 1",),
+        ("a length (Subset) on ranks 0, 2-3 but no length (Stream) on rank 1",),
     ),
     Scene(
         "another class below",
         with_loader(SHARED, 2, datasets=("Subset", "FakeData"), fingerprints={"indices": "0"}),
         "different-datasets",
         (2,),
-        ("dataset is Subset of ImageFolder on ranks 0-1, 3, Subset of FakeData on rank 2",),
+        ("dataset is Subset of ImageFolder on ranks 0-1, 3 but Subset of FakeData on rank 2",),
     ),
     Scene(
         "another class and size",
         uneven(with_loader(SHARED, 2, datasets=("FakeData",)), 2, samples=9),
         "different-datasets",
         (2,),
-        ("20 batches on ranks 0-1, 3, 22 batches on rank 2",),
+        ("20 batches on ranks 0-1, 3 but 22 batches on rank 2",),
     ),
     Scene(
         "another class and size of a rank's own data",
@@ -256,7 +256,7 @@ SCENES = (
         with_loader(with_loader(OWNED, datasets=()), 1, dataset="FakeData"),
         "different-datasets",
         (1,),
-        ("dataset is Subset on ranks 0, 2-3, FakeData on rank 1",),
+        ("dataset is Subset on ranks 0, 2-3 but FakeData on rank 1",),
     ),
     Scene("another class of loader", with_loader(OWNED, 0, loader="Mine"), "different-datasets", (0,), ("loader is ",)),
     Scene("iterated on one", with_loader(STREAMED, 0, iterable=False), "different-datasets", (0,), ("iterable is ",)),
@@ -266,8 +266,8 @@ SCENES = (
         "unequal-samples",
         (3,),
         (
-            "2,560 samples on ranks 0-2, 2,816 samples on rank 3",
-            "20 batches on ranks 0-2, 22 batches on rank 3",
+            "2,560 samples on ranks 0-2 but 2,816 samples on rank 3",
+            "20 batches on ranks 0-2 but 22 batches on rank 3",
             "so a filter or a file list probably depends on the rank or its host",
         ),
     ),
@@ -287,7 +287,7 @@ SCENES = (
         with_loader(with_loader(SHARED, fingerprints={"files": "same"}), 1, fingerprints={"files": "x", **indices(1)}),
         "different-data",
         (1,),
-        ("(fingerprint of files: same on ranks 0, 2-3, x on rank 1)",),
+        ("(fingerprint of files: same on ranks 0, 2-3 but x on rank 1)",),
     ),
     Scene(
         "other indices into the same files",
@@ -316,14 +316,14 @@ SCENES = (
         uneven(with_sampler(SHARED, 1, replicas=2), 1, count=40),
         "sampler-disagreement",
         (1,),
-        ("replicas is 4 on ranks 0, 2-3, 2 on rank 1", "20 batches on ranks 0, 2-3, 40 batches on rank 1"),
+        ("replicas is 4 on ranks 0, 2-3 but 2 on rank 1", "20 batches on ranks 0, 2-3 but 40 batches on rank 1"),
     ),
     Scene(
         "another seed",
         with_sampler(SHARED, 2, seed=1_234),
         "sampler-disagreement",
         (2,),
-        ("seed is 0 on ranks 0-1, 3, 1234 on rank 2",),
+        ("seed is 0 on ranks 0-1, 3 but 1234 on rank 2",),
     ),
     Scene("another epoch", with_sampler(SHARED, 2, epoch=1), "sampler-disagreement", (2,), ("epoch is ",)),
     Scene("shuffles alone", with_sampler(SHARED, 2, shuffle=False), "sampler-disagreement", (2,), ("shuffle is ",)),
@@ -334,7 +334,7 @@ SCENES = (
         with_loader(with_loader(SHARED, fingerprints=SAME), 2, 3, **OWN),
         "sampler-disagreement",
         (0, 1, 2, 3),
-        ("class is DistributedSampler on ranks 0-1, SequentialSampler on ranks 2-3",),
+        ("class is DistributedSampler on ranks 0-1 but SequentialSampler on ranks 2-3",),
     ),
     Scene("a negative share", with_sampler(SHARED, 0, rank=-1), "sampler-disagreement", (0,), ("does not exist",)),
     Scene(
@@ -442,7 +442,7 @@ SCENES = (
         uneven(with_loader(SHARED, 3, batch_size=16), 3, count=40),
         "loader-settings",
         (3,),
-        ("batch_size is 32 on ranks 0-2, 16 on rank 3", "20 batches on ranks 0-2, 40 batches on rank 3"),
+        ("batch_size is 32 on ranks 0-2 but 16 on rank 3", "20 batches on ranks 0-2 but 40 batches on rank 3"),
     ),
     Scene("drops its last batch", with_loader(OWNED, 0, drop_last=True), "loader-settings", (0,), ("drop_last is",)),
     Scene("more workers on a stream", with_loader(STREAMED, 2, num_workers=3), "loader-settings", (2,), ("is 2 on",)),
@@ -451,14 +451,14 @@ SCENES = (
         with_data(SHARED, 0, val_check_batch=10),
         "different-trainer-settings",
         (0,),
-        ("20 batches on ranks 1-3, 10 batches on rank 0",),
+        ("20 batches on ranks 1-3 but 10 batches on rank 0",),
     ),
     Scene(
         "uneven shards",
         uneven(OWNED, 3, samples=700),
         "uneven-batches",
         (3,),
-        ("20 batches on ranks 0-2, 22 batches on rank 3",),
+        ("20 batches on ranks 0-2 but 22 batches on rank 3",),
     ),
     Scene(
         "uneven shards that stop together",
@@ -514,7 +514,7 @@ SCENES = (
         with_data(OWNED, 1, content="full"),
         "settings-disagreement",
         (1,),
-        ("content is sample on ranks 0, 2-3, full on",),
+        ("content is sample on ranks 0, 2-3 but full on",),
     ),
     Scene(
         "every rank reads everything",
@@ -838,7 +838,7 @@ def test_what_depends_on_the_rank() -> None:
 
 def test_unequal_shards_are_the_reason() -> None:
     job = with_loader(uneven(STREAMED, 1), shards=lambda rank: 2 if rank == 1 else 3)
-    assert "The ranks read different numbers of shards: 3 on ranks 0, 2-3, 2 on rank 1." in summary(job)
+    assert "The ranks read different numbers of shards: 3 on ranks 0, 2-3 but 2 on rank 1." in summary(job)
     assert "random state" not in summary(job)
     assert "shards" not in summary(with_loader(job, 0, shards=None))
 
@@ -854,7 +854,7 @@ def test_limits_that_differ_are_settings_of_the_trainer() -> None:
     job = with_data(uneven(SHARED, 1, count=1), random=states(0, differ="numpy"))
     finding = found(limited(job, length=20))[0]
     assert (finding.rule, finding.ranks) == ("different-trainer-settings", (1,))
-    assert "limit_train_batches is 1.0 on ranks 0, 2-3, 1 on rank 1 (" in finding.summary
+    assert "limit_train_batches is 1.0 on ranks 0, 2-3 but 1 on rank 1 (" in finding.summary
     assert "random state" not in finding.summary
     for other in (with_loader(job, length=20), limited(job, length=lambda rank: 1 if rank == 1 else 20)):
         assert {finding.rule for finding in found(other)} == {"uneven-batches"}
@@ -867,7 +867,7 @@ def test_another_first_stage_is_explained_by_settings_that_decide_it() -> None:
     unlike = presented(lambda rank: {"num_sanity_val_steps": str(2 * (rank == 1)), "precision": str(rank)})
     first, second = found(unlike)
     assert (first.rule, first.ranks, second.rule) == ("different-trainer-settings", (1,), "loader-count")
-    assert "num_sanity_val_steps is 0 on ranks 0, 2-3, 2 on rank 1, so ranks start with different" in first.summary
+    assert "num_sanity_val_steps is 0 on ranks 0, 2-3 but 2 on rank 1, so ranks start with different" in first.summary
     assert "precision" not in first.summary
     alike = presented(lambda rank: {"num_sanity_val_steps": "2", "precision": str(rank)})
     assert [finding.rule for finding in found(alike)] == ["loader-count"]
@@ -885,9 +885,8 @@ def test_the_number_of_parts_of_a_dataset_is_a_reason_and_no_other_class() -> No
     job = uneven(SHARED, 1, samples=700)
     finding = found(with_loader(job, datasets=lambda rank: ("ConcatDataset", parts[rank == 1])))[0]
     assert (finding.rule, finding.ranks) == ("unequal-samples", (1,))
-    assert f"different parts: ConcatDataset of {parts[0]} on ranks 0, 2-3, ConcatDataset of {parts[1]} on rank 1." in (
-        finding.summary
-    )
+    told = f"ConcatDataset of {parts[0]} on ranks 0, 2-3 but ConcatDataset of {parts[1]} on rank 1."
+    assert f"different parts: {told}" in finding.summary
     other = found(with_loader(job, datasets=lambda rank: ("ConcatDataset", f"{'Other' * (rank == 1)}Dataset")))[0]
     assert other.rule == "different-datasets"
 

@@ -559,6 +559,10 @@ def test_a_dead_process_that_has_said_why_at_a_known_line_is_told_no_more() -> N
     finding = first(job(GLOO.waiting(0, seq=61, world=2), world=2, witnessed=(seen,)))
     assert finding.rule == "dead-rank" and "op.preamble" not in finding.remedy
     assert finding.remedy.endswith("at the line that it was in.")
+    # It is no abort by gloo, either, if its line is not known.
+    for stack in ((), (MAIN, RUN, user("close", 9))):
+        alone = job(GLOO.waiting(0, seq=61, world=2), world=2, witnessed=(replace(seen, stack=stack),))
+        assert (first(alone).rule, "mismatched-collective" in found(alone)) == ("dead-rank", False)
     unplaced = process(1, "gone", ended_by="SIGSEGV")
     finding = first(job(NCCL.waiting(0, seq=61, world=2), world=2, witnessed=(unplaced,)))
     assert finding.remedy.endswith("PYTHONFAULTHANDLER=1 prints it.")

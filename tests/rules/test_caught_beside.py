@@ -89,13 +89,33 @@ def test_a_lack_of_memory_that_is_over_explains_nothing(caught: CaughtException)
     assert first(rank_that_skipped(GLOO, caught=(caught,))).rule == "diverged-collectives"
 
 
+def test_a_breakpoint_for_all_ranks_that_one_rank_calls() -> None:
+    loss = Branch(line=43, test="if loss > 100:  (line 43)", on=Decides.VALUE, until=44)
+    line = replace(user("watched", 44, code="dist.breakpoint()"), branches=(loss,))
+    inside = GLOO.rank(0, line, ALL_REDUCE, seq=61, outstanding=1, sizes=((5,),), action=TRAINING_STEP, world=3)
+    finding = first(job(inside, *(GLOO.waiting(n, seq=61, world=3) for n in (1, 2)), world=3))
+    assert finding.remedy.startswith("torch.distributed.breakpoint() is for all ranks")
+
+
+def test_a_clause_that_may_have_led_around_a_call_is_no_condition_to_decide_alike() -> None:
+    clause = Branch(line=45, test="except ValueError:  (line 45)", on=Decides.EXCEPTION, until=44)
+    line = replace(user("average", 44), branches=(clause,))
+    inside = GLOO.rank(0, line, ALL_REDUCE, seq=61, outstanding=1, sizes=((5,),), action=TRAINING_STEP, world=3)
+    same = replace(inside, rank=1, local_rank=1, pid=1001)
+    finding = first(job(inside, same, GLOO.waiting(2, seq=61, world=3), world=3))
+    assert (finding.rule, finding.decided_at) == ("diverged-collectives", f"{USER_FILE}:45 in average")
+    assert "as the clause at train.py:45 in average may have done" in finding.remedy
+
+
 @pytest.mark.parametrize("net", [GLOO, NCCL])
 def test_of_two_ranks_the_one_that_caught_an_exception_has_skipped_the_call(net: Backend) -> None:
     finding = first(rank_that_skipped(net, caught=(NO_FACES,)))
     assert (finding.rule, finding.ranks) == ("diverged-collectives", (1,))
     assert finding.location == f"{USER_FILE}:31 in detect"
     assert finding.confidence is Confidence.LIKELY
-    told = "Rank 1 caught ValueError: no faces in this image at train.py:31 in detect, 24 s before this report"
+    assert "what skips a call that needs all ranks, as rank 1 may have done" in finding.remedy
+    assert "the reason of the ValueError" in finding.remedy
+    told = "Rank 1 caught ValueError: no faces in this image, raised at train.py:31 in detect, 24 s before this report"
     assert told in finding.summary
     assert any(item.rank == 1 and "no faces" in item.text for item in finding.evidence)
 
@@ -145,7 +165,8 @@ def test_a_usual_exception_is_reported_and_explains_nothing() -> None:
     often = replace(NO_FACES, count=300)
     finding = first(behind(replace(GLOO.working(0, user("step", 80), seq=60), caught=(often,))))
     assert "caught" not in finding.summary
-    assert any("no faces in this image at train.py:31 in detect 300 times" in item.text for item in finding.evidence)
+    told = "no faces in this image, raised at train.py:31 in detect, 300 times"
+    assert any(told in item.text for item in finding.evidence)
 
 
 def test_an_exception_that_all_ranks_catch_explains_nothing() -> None:
@@ -178,14 +199,20 @@ def test_a_rank_in_an_except_block() -> None:
     assert finding.ranks == (0,)
     told = "Rank 0 is in the `except` block (line 71) that caught OSError: timed out, raised at train.py:9 in put."
     assert finding.summary.endswith(told)
+    assert finding.remedy.startswith("Begin with the OSError at train.py:9 in put: remove its reason,")
+    assert finding.remedy.count("Begin with") == 1
+    stalled = replace(GLOO.working(0, user("__iter__", 30), NEXT_DATA, upload, seq=60, action=NEXT), caught=(held,))
+    remedy = first(behind(stalled)).remedy
+    assert (
+        remedy.startswith("Begin with the OSError at train.py:9 in put: ") and "the sample that is being read" in remedy
+    )
 
 
 def test_an_exception_that_left_a_collective_or_a_hook_names_it() -> None:
     left = replace(NO_FACES, passed="all_reduce", count=2)
     finding = first(behind(replace(GLOO.working(0, user("step", 80), seq=60), caught=(left,))))
-    assert (
-        "out of all_reduce at train.py:31 in detect 2 times, 24 s before this report, and continued." in finding.summary
-    )
+    told = "out of all_reduce, raised at train.py:31 in detect, 2 times, 24 s before this report, and continued."
+    assert told in finding.summary
 
 
 def test_ranks_that_are_not_blamed_are_not_accused() -> None:
@@ -199,7 +226,7 @@ def test_a_thread_that_has_ended_and_whose_queue_is_waited_for(wait: tuple[Frame
     finding = first(behind(replace(GLOO.working(0, user("next_batch", 20), *wait, seq=60), caught=(FED,))))
     assert (finding.rule, finding.ranks) == ("rank-behind", (0,))
     assert finding.location == f"{USER_FILE}:20 in next_batch"
-    assert "Rank 0's thread 'feeder' ended with KeyError: 'label' at train.py:12 in feed" in finding.summary
+    assert "Rank 0's thread 'feeder' ended with KeyError: 'label', raised at train.py:12 in feed" in finding.summary
     assert finding.remedy.startswith("Correct the KeyError, and pass such errors on: catch them in the thread")
 
 
@@ -226,7 +253,7 @@ def _loading(caught: CaughtException) -> JobFacts:
 def test_the_same_within_a_loader_is_no_matter_of_storage() -> None:
     finding = first(_loading(FED))
     assert (finding.rule, finding.ranks) == ("data-stall", (0,))
-    assert "Rank 0's thread 'feeder' ended with KeyError: 'label' at train.py:12 in feed" in finding.summary
+    assert "Rank 0's thread 'feeder' ended with KeyError: 'label', raised at train.py:12 in feed" in finding.summary
     assert finding.remedy.startswith("Correct the KeyError, and pass such errors on: catch them in the thread")
 
 
@@ -305,7 +332,9 @@ def test_a_rank_that_survived_the_exception_that_ended_the_others_is_named() -> 
     culprit = replace(GLOO.in_barrier(0, "post_setup", seq=2, world=2, idle=20.0), caught=(survived,))
     finding = first(job(culprit, world=2, witnessed=(process(1, "zombie"),)))
     assert (finding.rule, finding.ranks) == ("dead-rank", (1,))
-    assert "Rank 0 caught ValueError: no faces in this image out of Trainer.fit at train.py:31" in finding.summary
+    assert (
+        "Rank 0 caught ValueError: no faces in this image out of Trainer.fit, raised at train.py:31" in finding.summary
+    )
     assert finding.summary.endswith("and continued, although the guard ends the others when one rank raises.")
     other = replace(survived, passed="", ago_s=5.0)
     facts = job(replace(culprit, caught=(other,)), world=2, witnessed=(process(1, "zombie"),))

@@ -83,6 +83,45 @@ def test_calls_that_may_have_ended_it_are_mentioned(
     assert all(text.endswith(" may end a process in this way.") for text in texts)
 
 
+def test_a_rank_that_was_seen_where_it_may_have_killed_itself_is_told_to_look_there_first() -> None:
+    there = replace(SEEN, stack=(user("training_step", 40), user("end", 48)))
+    finding = gone((KILLS, WATCH), {"ended_by": "SIGKILL", "last_seen": there})
+    call = "os.kill(os.getpid(), 9) at train.py:49 in end"
+    assert finding.remedy.startswith(
+        f"Its own code may have sent the signal: look first at what leads to {call}. If it "
+    )
+    assert "out-of-memory killer, someone else, or its own code)" in finding.summary
+    elsewhere = gone((KILLS, WATCH), {"ended_by": "SIGKILL"})
+    assert elsewhere.remedy.startswith("SIGKILL comes from outside.")
+    assert elsewhere.remedy.endswith(f" Its own code may also have sent the signal, if it came to {call}.")
+    outside = gone((WATCH,), {"ended_by": "SIGKILL"})
+    assert outside.remedy.startswith("SIGKILL comes from outside.")
+    assert "out-of-memory killer or someone else)" in outside.summary
+
+
+@pytest.mark.parametrize(
+    ("calls", "status", "start"),
+    [
+        (
+            (COMPUTED, replace(WATCH, code="os._exit(0)", status=0)),
+            0,
+            "It may have ended by os._exit(0) at train.py:9 in ",
+        ),
+        (
+            (COMPUTED,),
+            3,
+            "It may have ended by os._exit(code) at train.py:29 in leave: look first at what leads there. ",
+        ),
+        ((), 3, "Look at the end of this rank's own output"),
+        ((), 0, "It ended as if it had finished"),
+    ],
+)
+def test_the_calls_that_fit_the_status_best_are_where_to_look(
+    calls: tuple[ExitCall, ...], status: int, start: str
+) -> None:
+    assert gone(calls, {"exit_code": status}).remedy.startswith(start)
+
+
 def test_ranks_may_have_loaded_other_code() -> None:
     def told(*loaded: tuple[ExitCall, ...]) -> str:
         ranks = (replace(GLOO.waiting(number, seq=61), exit_calls=calls) for number, calls in enumerate(loaded))
@@ -118,6 +157,20 @@ def test_the_guard_may_have_ended_a_rank_that_was_at_its_limit(timeout_s: float,
     finding = gone((call,), {"exit_code": 124}, timeout_s=timeout_s)
     assert (finding.location == call.place) == is_named
     assert ("the guard" in finding.summary) != is_named
+
+
+def test_a_process_of_a_pool_is_no_worker_of_a_loader() -> None:
+    """datasets.map(num_proc=2): its pool raises where the user calls it, and knows no process."""
+    message = "One of the subprocesses has abruptly died during map operation.To debug the error, disable it."
+    killed = (EndedProcess(pid=11, signal="SIGKILL", is_replaced=True),)
+    finding = judge(machine_scenes.failed(GLOO, "RuntimeError", message, ended=killed)).findings[0]
+    assert (finding.rule, finding.confidence, finding.ranks) == ("worker-died", Confidence.CERTAIN, (2,))
+    assert finding.location.endswith("train.py:42 in training_step")
+    told = "was killed by a signal (SIGKILL), and rank 2 has raised RuntimeError at train.py:42 in training_step, "
+    assert told in finding.summary
+    assert "num_proc" in finding.remedy and "prefetch_factor" not in finding.remedy
+    unknown = judge(machine_scenes.failed(GLOO, "RuntimeError", message)).findings[0]
+    assert "exited without an error message" in unknown.summary and "num_workers" not in unknown.remedy
 
 
 def worker(

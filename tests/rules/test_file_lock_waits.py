@@ -207,3 +207,11 @@ def test_ranks_that_compute_under_a_condition_keep_their_cause() -> None:
     finding = first(GLOO.working(0, line, FETCH, seq=1, **SETUP), at_lock(1, rank_process(0)))
     assert finding.ranks == (0,)
     assert finding.rule in ("rank-zero-only-work", "file-lock")
+
+
+def test_the_summary_says_all_about_the_lock_of_the_first_rank() -> None:
+    waiting = GLOO.waiting(0, seq=2, phase=Phase.INIT, batch=-1, world=2)
+    alone = first(waiting, at_lock(1, OUTSIDE))
+    assert PATH in alone.summary and not [item for item in alone.evidence if item.source == "file lock"]
+    both = first(at_lock(0, OUTSIDE), at_lock(1, OUTSIDE))
+    assert [item.rank for item in both.evidence if item.source == "file lock"] == [1]

@@ -9,9 +9,22 @@ from builders import GLOO, NEXT, NEXT_DATA, RUN, TRAINING_STEP, job, process, ra
 from call_scenes import ALL_GATHER, INDUCTOR, with_size
 from judged import first
 
-from lightning_ncclsafe.facts import LoaderFacts, Phase, ProcessFacts, Progress, RankFacts, StepFacts
+from lightning_ncclsafe.facts import (
+    Branch,
+    ChildProcess,
+    Decides,
+    Frame,
+    LoaderFacts,
+    Phase,
+    ProcessFacts,
+    Progress,
+    RankFacts,
+    StepFacts,
+    StorageFacts,
+)
 from lightning_ncclsafe.facts.findings import Evidence, Finding
 from lightning_ncclsafe.report.ranks import rank_table
+from lightning_ncclsafe.rules.kit import directory_words
 from lightning_ncclsafe.rules.kit.sentences import batch_words
 
 SEMAPHORE = replace(user("__enter__", 95, file="/usr/lib/python3.11/multiprocessing/synchronize.py"), user=False)
@@ -48,6 +61,7 @@ def test_a_rank_that_has_finished_is_not_in_anything() -> None:
 def test_a_rank_that_has_raised_is_not_said_to_be_in_the_guards_own_wait() -> None:
     finding = first(call_scenes.overrun_rank(GLOO))
     raised = "Raised RuntimeError at train.py:57 in training_step, batch 11 of epoch 0."
+    assert not any("no progress for" in line for line in rank_table(call_scenes.overrun_rank(GLOO)) if "raised" in line)
     assert raised in texts(finding, "phase") and not any("rendezvous" in text for text in texts(finding, "stack"))
     lines = [line for line in rank_table(call_scenes.overrun_rank(GLOO)) if line.endswith("; raised RuntimeError")]
     assert lines and all("train.py:57 in training_step; " in line for line in lines)
@@ -127,6 +141,116 @@ def test_a_worker_that_waits_for_a_lock_of_multiprocessing_is_told_so() -> None:
 
 def test_a_loader_without_workers_may_never_come_to_a_sample() -> None:
     assert "whether it ever comes to the next sample" in stalled().remedy
+
+
+def test_a_dataset_that_waits_for_something_is_not_given_workers() -> None:
+    pause = user("__iter__", 41, code="time.sleep(0.5)")
+    loop = Branch(line=40, test="while not self.ready():  (line 40)", on=Decides.PASSES, until=41)
+
+    def told(frame: Frame) -> str:
+        stack = (RUN, NEXT_DATA, frame)
+        culprit = replace(GLOO.working(2, *stack, seq=60, action=NEXT), loaders=(LoaderFacts(dataset="Archive"),))
+        return first(job(*(culprit if rank == 2 else GLOO.waiting(rank, seq=61) for rank in range(4)))).remedy
+
+    polling = told(replace(pause, branches=(loop,)))
+    assert polling.startswith("This line only pauses before `while not self.ready():` (line 40) is looked at again: ")
+    assert "num_workers" not in polling and "num_workers" not in told(pause)
+    assert told(user("__iter__", 41, code="read()")).endswith("give the loader workers (num_workers).")
+
+
+def test_a_hook_that_waits_for_something_is_told_for_what() -> None:
+    loop = Branch(line=40, test="while not done.exists():  (line 40)", on=Decides.PASSES, until=41)
+    pause = replace(user("on_train_batch_end", 41, code="time.sleep(0.5)"), branches=(loop,))
+    remedy = first(job(GLOO.working(0, RUN, pause, seq=60), *(GLOO.waiting(n, seq=61) for n in (1, 2, 3)))).remedy
+    assert "`while not done.exists():` (line 40)" in remedy
+
+
+@pytest.mark.parametrize(
+    ("more", "start"),
+    [
+        (
+            {"phase": Phase.INIT, "batch": -1, "action": "[LightningDataModule]Data.setup"},
+            "Do this work once and ahead",
+        ),
+        ({"phase": Phase.INIT, "batch": -1, "action": "[LightningDataModule]Data.prepare_data"}, "Share this work"),
+        ({}, "Share this work"),
+    ],
+)
+def test_preparation_by_one_rank_alone_is_no_evaluation(more: dict[str, object], start: str) -> None:
+    line = user("cache", 50, condition="if rank == 0:  (line 43)")
+    same = {key: more[key] for key in ("phase", "batch") if key in more}
+    waiting = (GLOO.in_barrier(n, "cache", seq=61, **same) for n in (1, 2, 3))
+    finding = first(job(GLOO.working(0, line, seq=60, **more), *waiting))
+    assert finding.rule == "rank-zero-only-work" and finding.remedy.startswith(start)
+
+
+def test_a_worker_without_a_task_has_not_handed_over_what_it_made() -> None:
+    torch_file, python_file = "/lib/site-packages/torch/utils/data/_utils/worker.py", "multiprocessing/queues.py"
+    own = Frame(file=torch_file, line=308, function="_worker_loop")
+    get = Frame(file=f"/usr/lib/python3.11/{python_file}", line=113, function="get")
+    idle, busy = process(2, "sleeping", stack=(own, get)), process(2, "sleeping", stack=(own, user("read", 9)))
+    lost = stalled(idle, idle)
+    assert "(all its 2 workers wait for the next task: what was made of the last one has not arrived)" in lost.summary
+    assert "(its only worker waits for the next task:" in stalled(idle).summary
+    assert lost.remedy.startswith("Look for a traceback on this rank's stderr")
+    assert not stalled(idle, busy).remedy.startswith("Look for a traceback")
+
+
+def test_a_logger_that_waits_for_its_own_process_is_to_let_that_one_finish() -> None:
+    ends = user("finalize", 33, file="/lib/site-packages/lightning/pytorch/loggers/logger.py")
+    join = Frame(file="/usr/lib/python3.11/multiprocessing/process.py", line=149, function="join")
+    rank = GLOO.working(0, RUN, replace(ends, user=False), join, seq=60)
+    child = ChildProcess(pid=77, parent=1000, command="python", state="sleeping")
+
+    def told(facts: RankFacts) -> Finding:
+        return first(job(facts, GLOO.waiting(1, seq=61, world=2), world=2))
+
+    finding = told(replace(rank, awaited_processes=(child,)))
+    assert finding.rule == "slow-logger"
+    assert finding.remedy.startswith("This logger waits for its process 77: ") and "LoggerOffload" not in finding.remedy
+    assert "LoggerOffload" in told(rank).remedy
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("if HOST.fullmatch(word):", "matching of regular expressions"),
+        ("value = base**value", "arithmetic of whole numbers"),
+        ("extension.run()", ""),
+    ],
+)
+def test_what_python_itself_computes_has_no_lock_to_release(code: str, words: str) -> None:
+    seen = process(1, "running", gil_held=True, stack=(user("reward", 41, code=code),), ran_share=1.0, queued_share=0.0)
+    finding = first(job(GLOO.waiting(0, seq=61, world=2), world=2, witnessed=(seen,)))
+    assert finding.rule == "gil-held"
+    assert (words in finding.remedy) and (("gil_scoped_release" in finding.remedy) != bool(words))
+    sleeping = first(job(GLOO.waiting(0, seq=61, world=2), world=2, witnessed=(replace(seen, state="sleeping"),)))
+    assert "gil_scoped_release" in sleeping.remedy
+
+
+def test_who_waits_besides_a_rank_that_skipped_a_step_is_told() -> None:
+    steps = StepFacts(with_backward=12, skipped=1, skipped_epoch=0, skipped_batch=11, returns_nothing=("/a.py:9",))
+    line = user("log", 80)
+    inside = GLOO.rank(1, line, ALL_GATHER, op="all_gather", seq=61, outstanding=1, action=TRAINING_STEP)
+    others = StepFacts(with_backward=13, skipped=0)
+    waiting = (replace(GLOO.waiting(n, seq=61), steps=others) for n in (0, 2, 3))
+    summary = first(job(replace(inside, steps=steps), *waiting)).summary
+    assert "(its only line that returns nothing is a.py:9); it now waits in all_gather (sequence number 61, " in summary
+    assert "; it is now in training_step" in skipped(1).summary
+
+
+def test_a_rank_that_has_only_called_what_others_wait_in_is_not_said_to_wait_in_it() -> None:
+    """Its call is asynchronous, and it computes."""
+    called = GLOO.working(1, user("log", 80), seq=61, outstanding=1)
+    behind = GLOO.working(2, user("log", 80), seq=60)
+    waiting = (GLOO.waiting(rank, seq=61) for rank in (0, 3))
+    told = texts(first(job(*waiting, called, behind)), "flight recorder")
+    assert told[0].endswith("; ranks 0, 3 wait in, rank 1 has called sequence number 61.")
+
+
+def test_a_url_has_no_file_system_of_this_host() -> None:
+    assert directory_words(StorageFacts(path="s3://logs/run", owner="L", filesystem="ext4")) == "s3://logs/run"
+    assert directory_words(StorageFacts(path="/logs/run", owner="L", filesystem="ext4")) == "/logs/run (ext4)"
 
 
 def exit_of(rank: RankFacts) -> Finding:

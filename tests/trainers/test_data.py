@@ -176,7 +176,7 @@ def test_an_unseeded_split_trains_if_allowed(outcomes: Outcomes) -> None:
 
 def test_different_numbers_of_loaders_do_not_start(outcomes: Outcomes) -> None:
     text = all_raised(outcomes["different-number"], "DatasetMismatchError", "loader-count")
-    assert "the number of loaders in val_dataloader is 1 on ranks 0, 2, 2 on rank 1" in text
+    assert "the number of loaders in val_dataloader is 1 on ranks 0, 2 but 2 on rank 1" in text
 
 
 def test_ranks_with_the_same_stream_do_not_start(outcomes: Outcomes) -> None:

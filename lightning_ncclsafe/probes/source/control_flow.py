@@ -33,6 +33,7 @@ from lightning_ncclsafe.probes.source.syntax import (
     parsed,
     source_text,
     statements_in,
+    without_comment,
 )
 
 # Counters that are equal on all ranks, so that conditions on them are, too.
@@ -281,7 +282,7 @@ class ControlFlow:
         handler = next((one for one in managers if one is not None), None)
         if handler is None:
             return None
-        code = self._lines[handler.line - 1].strip()
+        code = without_comment(self._lines[handler.line - 1])
         place = f"{self._file}:{handler.line} in {handler.function}"
         return replace(head, test=f"{code[:_MOST_CHARACTERS]}  (line {handler.line})", handled_at=place)
 
@@ -298,7 +299,7 @@ class ControlFlow:
 
     def _head(self, line: int, on: Decides, block: _Block, without: str = "") -> Branch:
         """The branch at a line that decides whether a block runs."""
-        return _branch(line, on, last_line(block[-1]) if block else 0, self._lines[line - 1].strip(), without)
+        return _branch(line, on, last_line(block[-1]) if block else 0, without_comment(self._lines[line - 1]), without)
 
 
 def _branch(line: int, on: Decides, until: int, code: str, without: str = "") -> Branch:

@@ -2,6 +2,7 @@
 
 import ast
 import linecache
+import tokenize
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -34,6 +35,16 @@ def source_text(file: str) -> str:
 def syntax_tree(file: str) -> ast.Module:
     """The syntax tree of a source file, which is read; empty if it cannot be read or parsed."""
     return parsed(source_text(file))
+
+
+def without_comment(line: str) -> str:
+    """A line of source without the comment at its end; one that begins in the middle of a string is kept."""
+    code = line.strip()
+    with suppress(tokenize.TokenError, SyntaxError):
+        for token in tokenize.generate_tokens(iter([code]).__next__) if "#" in code else ():
+            if token.type == tokenize.COMMENT:
+                return code[: token.start[1]].rstrip()
+    return code
 
 
 def parsed(source: str) -> ast.Module:

@@ -1,10 +1,17 @@
 """The cause data-stall: a rank waits for its dataloader."""
 
+import itertools
 import re
 from collections import Counter
 from collections.abc import Iterator
 
-from lightning_ncclsafe.code.libraries import CHILD_PROCESS, TAKES_SHARED_LOCK, WAITS_FOR_OTHERS
+from lightning_ncclsafe.code.libraries import (
+    CHILD_PROCESS,
+    LOADER_PROCESS,
+    POOL_TASK,
+    TAKES_SHARED_LOCK,
+    WAITS_FOR_OTHERS,
+)
 from lightning_ncclsafe.facts import Frame, LoaderFacts, ProcessFacts, RankFacts
 from lightning_ncclsafe.rules.kit import (
     Evidence,
@@ -21,8 +28,10 @@ from lightning_ncclsafe.rules.kit import (
     last_user,
     location_of,
     memory_evidence,
+    polling_remedy,
     short_of_memory,
     size_words,
+    sleeps,
     straggler_confidence,
     straggler_finding,
     swaps,
@@ -39,7 +48,13 @@ _REMEDY_MEMORY = (
 )
 _REMEDY_NO_WORKERS = (
     "This loader reads on the training thread. Look at what this line does: whether it ever comes to the next sample, "
-    "and which sample and storage it reads. If it is only slow, give the loader workers (num_workers)."
+    "and which sample and storage it reads."
+)
+_REMEDY_WORKERS = " If it is only slow, give the loader workers (num_workers)."
+_REMEDY_UNSENT = (
+    "Look for a traceback on this rank's stderr: a worker prints it if a batch, or the error raised in its place, "
+    "cannot be pickled (local classes, lambdas, open files, locks). Return tensors and plain Python objects, and raise "
+    "exceptions of classes at the top of a module. num_workers=0 raises the error in the rank itself."
 )
 _REMEDY_LOCK = (
     "This line waits for a lock that nobody releases: look at what else takes it, and whether the worker itself has it "
@@ -110,12 +125,26 @@ def _workers_words(facts: RankFacts) -> str:
     if not facts.workers:
         idle = facts.loaders and not any(loader.num_workers for loader in facts.loaders)
         return ", which has no workers" if idle else ""
+    if _all_idle(facts):
+        who = "its only worker waits" if len(facts.workers) == 1 else f"all its {len(facts.workers)} workers wait"
+        return f" ({who} for the next task: what was made of the last one has not arrived)"
     doing = Counter(_worker_words(worker) for worker in facts.workers).most_common(2)
     every = len(facts.workers)
     if doing[0][1] == every:
         return f" (its {'only worker is' if every == 1 else f'{every} workers are'} {doing[0][0]})"
     listed = "; ".join(f"{count} {'is' if count == 1 else 'are'} {words}" for words, count in doing)
     return f" (of its {every} workers, {listed})"
+
+
+def _all_idle(facts: RankFacts) -> bool:
+    """Whether all workers wait for a task, so that none of them makes the batch that the rank waits for."""
+    return bool(facts.workers) and all(
+        any(
+            LOADER_PROCESS.has(frame.file, frame.function) and POOL_TASK.has(called.file, called.function)
+            for frame, called in itertools.pairwise(worker.stack)
+        )
+        for worker in facts.workers
+    )
 
 
 def _worker_words(worker: ProcessFacts) -> str:
@@ -143,13 +172,17 @@ def _loader_words(loader: LoaderFacts) -> str:
 
 
 def _remedy(facts: RankFacts) -> str:
+    if _all_idle(facts):
+        return _REMEDY_UNSENT
     stacks = [_own_stack(worker) for worker in facts.workers] or [facts.stack]
     if remedy := next(filter(None, map(_remedy_for_wait, stacks)), ""):
         return remedy
     if short_of_memory(facts.host_facts) or swaps(facts.host_facts):
         return _REMEDY_MEMORY
     no_workers = facts.loaders and not any(loader.num_workers for loader in facts.loaders)
-    return _REMEDY_NO_WORKERS if no_workers else _REMEDY
+    if no_workers:
+        return _REMEDY_NO_WORKERS + ("" if sleeps(facts.stack) else _REMEDY_WORKERS)
+    return _REMEDY
 
 
 def _remedy_for_wait(stack: tuple[Frame, ...]) -> str:
@@ -157,6 +190,8 @@ def _remedy_for_wait(stack: tuple[Frame, ...]) -> str:
     last = last_user(stack)
     if last < trainer_start(stack):
         return ""
+    if polled := polling_remedy(stack):
+        return polled
     below = below_user(stack)
     if is_in(TAKES_SHARED_LOCK, below[:1]):
         return _REMEDY_LOCK

@@ -1,6 +1,7 @@
 """The cause dead-rank: a rank's process no longer exists."""
 
 from collections.abc import Iterable, Iterator
+from pathlib import PurePath
 from typing import NamedTuple
 
 from lightning_ncclsafe.facts import Frame, LastSeen, Phase, ProcessFacts, RankFacts
@@ -58,6 +59,7 @@ _REMEDY_CALL = (
     "Look at what leads to the line {place}: a rank that ends there leaves the others waiting. Let all ranks end at "
     "the same batch, or raise an exception, which is reported. If it did not end there, a library has ended it."
 )
+_REMEDY_LINES = "It may have ended by {calls}: look first at what leads there. "
 _REMEDY_DONE = (
     "It ended as if it had finished: its script ended, or it called sys.exit between two calls of the Trainer, or "
     "os._exit(0). Make the same calls of the Trainer on all ranks."
@@ -66,6 +68,8 @@ _REMEDY_KILLED = (
     "SIGKILL comes from outside. The kernel's log (dmesg) names the process if the out-of-memory killer sent it; "
     "otherwise look at the scheduler, the launcher, or anything else that can kill processes there."
 )
+_REMEDY_ITSELF = "Its own code may have sent the signal: look first at what leads to {calls}. If it did not: "
+_REMEDY_OR_ITSELF = " Its own code may also have sent the signal, if it came to {calls}."
 _REMEDY_ENDED = (
     "Find out what ends processes there: a scheduler whose time limit is reached, a launcher, a kill command."
 )
@@ -210,7 +214,9 @@ def _words(end: _End, calls: ExitCalls, *, many: bool) -> str:
         by_guard = ", as when the guard ends a stuck run" if is_by_guard else ""
         return f"{'have' if many else 'has'} exited with status {end.status}{by_guard}"
     if end.signal == "SIGKILL":
-        return f"{was} killed by SIGKILL (by the kernel's out-of-memory killer or someone else)"
+        others = "someone else, or its own code" if calls.possible else "or someone else"
+        comma = "," if calls.possible else ""
+        return f"{was} killed by SIGKILL (by the kernel's out-of-memory killer{comma} {others})"
     if end.signal:
         return f"{was} ended by {end.signal}" + (f" ({_FAULTS[end.signal]})" if end.signal in _FAULTS else "")
     return f"{is_} gone"
@@ -264,7 +270,7 @@ def _finding(
         evidence=(*_evidence(view, ranks, calls), *kills, *calls.evidence(ranks[0])),
         remedy=_REMEDY_OOM
         if kills
-        else _remedy(end, calls, is_placed=frame is not None)
+        else _remedy(end, calls, is_placed=frame is not None, was_there=_was_there(view, ranks, calls))
         + (_REMEDY_GLOO if _may_be_aborted_by_gloo(view, ranks, end) else ""),
     )
 
@@ -308,11 +314,29 @@ def _seen_words(seen: LastSeen) -> str:
     return f"{place}, {batch}" if place else f"in {batch}" if batch.startswith("batch ") else batch
 
 
-def _remedy(end: _End, calls: ExitCalls, *, is_placed: bool) -> str:
+def _was_there(view: Timeline, ranks: tuple[int, ...], calls: ExitCalls) -> bool:
+    """Whether one of them was last seen in a function with one of these calls."""
+    seen = [one.last_seen for rank in ranks if (one := view.witnesses.get(rank)) is not None]
+    frames = [frame for one in seen if one is not None for frame in one.stack if frame.user]
+    functions = {(PurePath(frame.file).name, frame.function) for frame in frames}
+    places = (call.place.rpartition(":") for call in calls.possible)
+    return any((PurePath(file).name, rest.partition(" in ")[2]) in functions for file, _, rest in places)
+
+
+def _remedy(end: _End, calls: ExitCalls, *, is_placed: bool, was_there: bool = False) -> str:
     if calls.only is not None:
         return _REMEDY_CALL.format(place=short_place(calls.only.place))
     if end.status is not None:
-        return _REMEDY_EXITED if end.status else _REMEDY_DONE
+        why = _REMEDY_EXITED if end.status else _REMEDY_DONE
+        # Those with this very status fit best.
+        fitting = [call for call in calls.possible if call.status == end.status] or calls.possible
+        listed = " or ".join(f"{call.code} at {short_place(call.place)}" for call in fitting)
+        return f"{_REMEDY_LINES.format(calls=listed)}{why}" if calls.is_short else why
+    if end.signal and calls.is_short:
+        listed = " or ".join(f"{call.code} at {short_place(call.place)}" for call in calls.possible)
+        why = _remedy(end, _NO_CALLS, is_placed=is_placed)
+        first = _REMEDY_ITSELF.format(calls=listed) if was_there else ""
+        return f"{first}{why}{'' if was_there else _REMEDY_OR_ITSELF.format(calls=listed)}"
     if end.signal in _ENDS:
         return _REMEDY_ENDED
     if end.signal == "SIGBUS":

@@ -1,5 +1,6 @@
 """The cause gil-held: native code in a rank keeps Python's global interpreter lock."""
 
+import re
 from collections.abc import Iterator
 
 from lightning_ncclsafe.facts import ProcessFacts
@@ -20,6 +21,25 @@ _REMEDY = (
     "Make what {line} calls shorter (another pattern, parts of the data), or call it in another process. In an "
     "extension of your own, release the lock while it works (Py_BEGIN_ALLOW_THREADS, pybind11's gil_scoped_release, "
     "ctypes.CDLL instead of PyDLL). Which function it is: py-spy dump --native --pid {pid}."
+)
+_REMEDY_PYTHON = (
+    "By its code, this line uses Python's own {what}, which lets no other thread run meanwhile: {how}, or do it in "
+    "another process that is ended after a time limit. If it is something else, this names the function: py-spy dump "
+    "--native --pid {pid}."
+)
+# What a line calls that computes in Python itself, and can take any time for a short input.
+_PYTHONS = (
+    (
+        re.compile(r"\bre\.\w+\(|\.(?:match|fullmatch|search|findall|finditer|subn?)\("),
+        "matching of regular expressions",
+        "write the pattern without repetitions that can match the same text (`(a+)+`, `.*.*`; Python 3.11 has `a++` "
+        "and `(?>…)`), limit the length of the text",
+    ),
+    (
+        re.compile(r"\*\*|\bpow\(|\b(?:factorial|comb|perm|lcm)\(|<<"),
+        "arithmetic of whole numbers of any size",
+        "limit the numbers, above all exponents, before this line",
+    ),
 )
 # A main thread that gets at least this share of a core is not merely too slow to answer.
 _GETS_A_CORE = 0.5
@@ -50,9 +70,7 @@ def gil_held(view: Timeline) -> Iterator[Finding]:
             rank,
             process,
             _words(process),
-            remedy=_REMEDY.format(
-                pid=process.pid, line="this line" if _is_running(process) else "this line, or another thread,"
-            ),
+            remedy=_remedy(process, "this line" if _is_running(process) else "this line, or another thread,"),
             # A process that sleeps or gets little CPU time may also have a guard that is late on an overloaded host.
             confidence=Confidence.CERTAIN
             if _is_running(process) and (process.ran_share or 0.0) >= _GETS_A_CORE
@@ -72,9 +90,17 @@ def gil_held(view: Timeline) -> Iterator[Finding]:
 def _released(view: Timeline, process: ProcessFacts) -> Finding:
     """The signal that asked for the stack ended the native call, as it ends sleep() and the like."""
     words = f"back since a signal asked for its stack, and was {_words(process)}"
-    return silent_finding(
-        view, process.rank, process, words, remedy=_REMEDY.format(pid=process.pid, line="this line, or another thread,")
-    )
+    return silent_finding(view, process.rank, process, words, remedy=_remedy(process, "this line, or another thread,"))
+
+
+def _remedy(process: ProcessFacts, line: str) -> str:
+    """What to do: what Python itself computes while it runs is told by the code of the user's line."""
+    frame = deepest_user_frame(process.stack)
+    code = frame.code if frame is not None and _is_running(process) else ""
+    for pattern, what, how in _PYTHONS:
+        if pattern.search(code):
+            return _REMEDY_PYTHON.format(what=what, how=how, pid=process.pid)
+    return _REMEDY.format(pid=process.pid, line=line)
 
 
 def _is_running(process: ProcessFacts) -> bool:

@@ -15,16 +15,20 @@ from lightning_ncclsafe.rules.kit import (
     clause,
     finding,
     gives_up_words,
+    handling_exception,
     hang_rule,
+    held_remedy,
     joined,
     location_of,
     others_wait,
+    polling_remedy,
     positions,
     ranks_by,
     ranks_words,
     straggler_finding,
     verb,
     where_words,
+    writes_to_pipe,
 )
 
 _REMEDY = (
@@ -42,6 +46,10 @@ _REMEDY_ALONE = (
 _REMEDY_PROCESS = (
     "Look at what process {pid} is doing (its output; py-spy dump --pid {pid}, if it runs Python), and wait for it "
     "with a timeout."
+)
+_REMEDY_FULL = (
+    "The pipe is full, and process {pid}, which has its other end, does not read it: look at what that process is "
+    "doing. Read all pipes of a process at once (communicate(), a thread for each), or let output go to a file."
 )
 _PLACES = 4
 _REMEDY_UNKNOWN = "Compare the ranks' stacks below: the one that differs is the one to look at."
@@ -127,16 +135,25 @@ def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
         ranks,
         "will not come" if is_over else "is|are behind",
         confidence=Confidence.LIKELY if is_certain else Confidence.POSSIBLE,
-        remedy=_REMEDY_FINISHED if is_over else (_remedy_alone(view, ranks) if waits_alone else _REMEDY),
+        remedy=_REMEDY_FINISHED if is_over else _remedy(view, ranks, wait_alone=waits_alone),
     )
     sentences = (found.summary, gives_up_words(view, view.waiting), awaited_process_sentence(view, ranks))
     return replace(found, summary=joined(sentences))
 
 
+def _remedy(view: Timeline, ranks: tuple[int, ...], *, wait_alone: bool) -> str:
+    if held := [*handling_exception(view, ranks).values()]:
+        return held_remedy(held[0])
+    if polled := polling_remedy(view.facts[ranks[0]].stack):
+        return polled
+    return _remedy_alone(view, ranks) if wait_alone else _REMEDY
+
+
 def _remedy_alone(view: Timeline, ranks: tuple[int, ...]) -> str:
     awaited = [one[0] for rank in ranks if (one := view.facts[rank].awaited_processes)]
     if len(ranks) == len(awaited) == 1 and awaited[0].state != "zombie":
-        return _REMEDY_PROCESS.format(pid=awaited[0].pid)
+        remedy = _REMEDY_FULL if writes_to_pipe(view.facts[ranks[0]]) else _REMEDY_PROCESS
+        return remedy.format(pid=awaited[0].pid)
     return _REMEDY_ALONE.format(who=verb(ranks, "This rank does", "These ranks do"))
 
 

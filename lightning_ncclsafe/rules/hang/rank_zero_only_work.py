@@ -34,9 +34,11 @@ from lightning_ncclsafe.rules.kit import (
     how_we_know,
     is_before_first_batch,
     is_gone,
+    is_in_action,
     location_of,
     others_wait,
     place_words,
+    polling_remedy,
     ranks_by,
     ranks_words,
     recorder_evidence,
@@ -68,6 +70,11 @@ _STEP_HOOKS = (
     "transfer_batch_to_device",
     "_dataloader_next",
     "prepare_data",
+)
+_REMEDY_BEFORE = (
+    "Do this work once and ahead of the job, in a separate script that leaves its result on disk, or in prepare_data, "
+    "for which Lightning lets the other ranks wait without limit; or share it among all ranks. A longer timeout only "
+    "makes the others wait longer."
 )
 _REMEDY_SAVING = (
     "Call trainer.save_checkpoint on all ranks, outside of any condition on the rank: it ends in a barrier, and "
@@ -187,8 +194,15 @@ def _finding(view: Timeline, ranks: tuple[int, ...], confidence: Confidence) -> 
     if not view.waiting:
         waits = clause(others, "waits|wait by itself|themselves")
         text = f"{text[:-1]}, while {waits} {where_words(view, others[0])}."
+    facts = view.facts[ranks[0]]
+    is_preparation = is_before_first_batch(facts.progress) and not is_in_action(facts.progress, ".prepare_data")
     return finding(
-        view, ranks, text, confidence=confidence, evidence=(*condition_evidence(view, ranks), *how_we_know(view, ranks))
+        view,
+        ranks,
+        text,
+        confidence=confidence,
+        evidence=(*condition_evidence(view, ranks), *how_we_know(view, ranks)),
+        remedy=polling_remedy(facts.stack) or (_REMEDY_BEFORE if is_preparation else ""),
     )
 
 

@@ -30,6 +30,7 @@ from lightning_ncclsafe.rules.kit import (
     joined,
     location_of,
     message_of,
+    now_words,
     phase_evidence,
     ranks_words,
     shift,
@@ -39,7 +40,6 @@ from lightning_ncclsafe.rules.kit import (
     skips_steps,
     unit_of,
     verb,
-    where_words,
     while_others_wait,
 )
 
@@ -127,7 +127,7 @@ def _forward_finding(view: Timeline, first: Shift, deciding: DecidingBranches) -
             f"{clause(first.ranks, 'has|have')} skipped a forward pass at {short_location(deciding.at)} that "
             f"{ranks_words(first.callers)} made, and its backward pass.",
             deciding.words(),
-            f"{capitalised(clause(first.ranks, 'is|are now'))} {where_words(view, first.ranks[0])}"
+            f"{capitalised(ranks_words(first.ranks))} {now_words(view, first.ranks)}"
             f"{while_others_wait(view, first.ranks)}.",
         )
     )
@@ -183,9 +183,11 @@ def _counts_finding(view: Timeline, counts: DifferentCounts) -> Finding:
     so = "so gradients of different passes have been reduced together since then"
     if not counts.are_exchanged:
         so = "so their weights are no longer the same"
+    left = tuple(rank for rank in view.finished if rank not in ranks)
+    finished = f"; {clause(left, 'has|have finished')}" if left else ""
     text = (
         f"Ranks have made different numbers of {counts.what} in {counts.at} ({counts.words}), {so}; "
-        f"{clause(ranks, 'is|are now')} {where_words(view, ranks[0])}{while_others_wait(view, ranks)}."
+        f"{ranks_words(ranks)} {now_words(view, ranks)}{while_others_wait(view, ranks)}{finished}."
     )
     ways = _ways_around(view, counts)
     accumulates = _accumulates_at(view) if counts.is_accumulation else ()
@@ -294,7 +296,7 @@ def _finding(view: Timeline, ranks: tuple[int, ...], confidence: Confidence) -> 
     error = facts.exception
     refused = error is not None and error.message.startswith(_REFUSED)
     raised = f", which Lightning refuses with several ranks ({error.type})" if error is not None and refused else ""
-    now = "" if error is not None else f", and {verb(ranks, 'is', 'are')} now {where_words(view, ranks[0])}"
+    now = "" if error is not None else f"; {verb(ranks, 'it', 'they')} {now_words(view, ranks)}"
     text = (
         f"{clause(ranks, 'has|have skipped')} {batch}: its training_step returned without a "
         f"backward pass{_at(facts)}{raised}{now}{while_others_wait(view, ranks)}."

@@ -7,6 +7,7 @@ from lightning_ncclsafe.code.libraries import (
     LOG_WRITERS,
     LOGGING,
     MLFLOW_CLIENT,
+    PROCESSES,
     PYTHON_LOGGING,
     SUMMARY_WRITER,
     WANDB_RUN,
@@ -20,6 +21,7 @@ from lightning_ncclsafe.rules.kit import (
     Plan,
     Timeline,
     awaited_thread,
+    below_user,
     directories,
     directory_words,
     duration_words,
@@ -44,6 +46,11 @@ _REMEDY_UPLOAD = (
     "Upload checkpoints less often (every_n_epochs, every_n_train_steps or save_top_k of ModelCheckpoint, log_model of "
     "the logger), from a thread of the logger's own, or after the run: every rank waits while after_save_checkpoint "
     "runs, which LoggerOffload leaves on the training thread."
+)
+_REMEDY_PROCESS = (
+    "This logger waits for its process {pid}: look at what that one waits for ({look}). Tell it to "
+    "finish before the logger waits for it (finish() or close() of the tracker, the last entry of its queue), on every "
+    "way out of training, and wait with a timeout."
 )
 _REMEDY_PYTHON = (
     "Take the handler off the training thread: add a logging.handlers.QueueHandler to the logger in its place, and let "
@@ -93,8 +100,18 @@ def slow_logger(view: Timeline) -> Iterator[Finding]:
         f", which writes to {places}" if places else "",
         confidence=confidence,
         evidence=(*how_we_know(view, ranks), *spent, *storage),
-        remedy=_REMEDY_UPLOAD if all(_uploads_a_checkpoint(view.facts[rank]) for rank in ranks) else _REMEDY,
+        remedy=_remedy([view.facts[rank] for rank in ranks]),
     )
+
+
+def _remedy(ranks: list[RankFacts]) -> str:
+    if all(map(_uploads_a_checkpoint, ranks)):
+        return _REMEDY_UPLOAD
+    first = ranks[0]
+    if first.awaited_processes and is_in(PROCESSES, below_user(first.stack)):
+        pid = first.awaited_processes[0].pid
+        return _REMEDY_PROCESS.format(pid=pid, look=f"py-spy dump --pid {pid}, if it runs Python")
+    return _REMEDY
 
 
 def _is_in_pythons(facts: RankFacts) -> bool:

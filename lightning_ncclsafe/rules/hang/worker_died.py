@@ -4,6 +4,7 @@ import itertools
 import re
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import partial
 
 from lightning_ncclsafe.code.libraries import (
     DATALOADER,
@@ -29,6 +30,7 @@ from lightning_ncclsafe.rules.kit import (
     deepest_user_frame,
     duration_words,
     exception_evidence,
+    exception_place,
     exit_calls,
     finding,
     first_user_frame,
@@ -41,6 +43,7 @@ from lightning_ncclsafe.rules.kit import (
     says_shm_is_full,
     short_of_memory,
     short_place,
+    type_and_place,
     unless_caught,
     where_words,
     while_others_wait,
@@ -50,7 +53,7 @@ from lightning_ncclsafe.rules.kit import (
 _DIED = re.compile(
     r"DataLoader worker \(pid(?:\(s\))? (?P<pids>[\d, ]+)\) "
     r"(?:is killed by signal: (?P<signal>[^.]+)|exited unexpectedly(?: with exit code (?P<status>\d+))?)"
-    r"|process pool was terminated abruptly"
+    r"|process pool was terminated abruptly|subprocesses has abruptly died"
 )
 # Code that waits for data from another process.
 _WAITS = WAITS_FOR_PROCESSES | DATALOADER
@@ -86,6 +89,9 @@ _REMEDY_OWN = (
 _REMEDY_OWN_KILLED = (
     "SIGKILL comes from outside: from the kernel's out-of-memory killer (see dmesg, memory.events of the control "
     "group), a scheduler, or another user. If memory ran out, give that process less to hold."
+)
+_REMEDY_OWN_KILLED_POOL = (
+    _REMEDY_OWN_KILLED + " A smaller pool (num_proc, max_workers) and smaller batches need less at a time."
 )
 _REMEDY_OWN_EXITED = (
     "It exited with this status by itself: look at its output for a traceback, and for sys.exit and os._exit in what "
@@ -141,7 +147,8 @@ def worker_died(view: Timeline) -> Iterator[Finding]:
         facts = view.facts[rank]
         if (match := _worker_message(facts)) and not says_shm_is_full(facts):
             pids = match["pids"] or ""
-            signal = (match["signal"] or "").strip() or next((one.signal for one in _named(facts, pids)), "")
+            ended = _named(facts, pids) if pids else filter(lambda one: one.signal, facts.machine.ended)
+            signal = (match["signal"] or "").strip() or next((one.signal for one in ended), "")
             alike[signal, Confidence.CERTAIN][rank] = pids
         elif _lost_worker(facts):
             signal, confidence, pid = _killed_worker(facts)
@@ -195,9 +202,15 @@ def _raised(view: Timeline, pids: dict[int, str], signal: str, confidence: Confi
     facts = view.facts[ranks[0]]
     how = clause(ranks, "was|were killed by a signal") + f" ({signal})" if signal else clause(ranks, _ENDED)
     whose = f"The loader's worker {pids[ranks[0]]}" if pids[ranks[0]] else "A worker process"
+    is_of_pool = not any(pids.values()) and _worker_message(facts) is not None
     frame = first_user_frame(child.stack for child in _named(facts, pids[ranks[0]]))
+    # A pool is the user's own, and raises where it is used.
+    frame = exception_place(facts) if is_of_pool else frame
     calls = _exit_calls(view, ranks, signal)
     at = at_words(frame) if calls.only is None else f", as after {calls.only.code} at {short_place(calls.only.place)}"
+    known = partial(_evidence_of_own, signal=signal, calls=calls) if is_of_pool else _evidence
+    if is_of_pool:
+        at = f", and {clause(ranks, 'has|have raised')} {type_and_place(facts)[0]}{at}"
     killer = _killer(facts, signal or _KILLS[0])
     waiting = while_others_wait(view, ranks)
     text = f"{whose if len(ranks) == 1 else 'Workers'} of {how}{at}{killer}, {batch_words(facts.progress)}{waiting}."
@@ -209,10 +222,10 @@ def _raised(view: Timeline, pids: dict[int, str], signal: str, confidence: Confi
         severity=Severity.ERROR,
         confidence=unless_caught(view, confidence if calls.only is None else Confidence.LIKELY),
         evidence=(
-            *(item for facts in listed for item in (*exception_evidence(facts), *_evidence(facts))),
-            *calls.evidence(ranks[0]),
+            *(item for facts in listed for item in (*exception_evidence(facts), *known(facts))),
+            *(() if is_of_pool else calls.evidence(ranks[0])),
         ),
-        remedy=_remedy(facts, signal) if calls.only is None else _REMEDY_EXITED,
+        remedy=_remedy_raised(facts, signal, calls, is_of_pool=is_of_pool),
         location=calls.only.place if calls.only is not None else location_of(frame),
     )
 
@@ -264,6 +277,12 @@ def _waits_in_vain(view: Timeline, rank: int) -> Finding:
         evidence=(*of_end, *how_we_know(view, (rank,))),
         remedy=_remedy_of_own(facts, chosen, calls) if is_own else _remedy_of_end(facts, chosen),
     )
+
+
+def _remedy_raised(facts: RankFacts, signal: str, calls: ExitCalls, *, is_of_pool: bool) -> str:
+    if is_of_pool and signal not in _ENDS:
+        return _REMEDY_OWN_KILLED_POOL if _is_for_memory(facts, signal) else _REMEDY_OWN
+    return _remedy(facts, signal) if calls.only is None else _REMEDY_EXITED
 
 
 def _remedy_of_end(facts: RankFacts, child: EndedProcess) -> str:

@@ -32,6 +32,7 @@ from lightning_ncclsafe.rules.kit.machine import *
 from lightning_ncclsafe.rules.kit.own_timeouts import *
 from lightning_ncclsafe.rules.kit.parts import *
 from lightning_ncclsafe.rules.kit.passes import *
+from lightning_ncclsafe.rules.kit.polling import *
 from lightning_ncclsafe.rules.kit.positions import *
 from lightning_ncclsafe.rules.kit.purpose import *
 from lightning_ncclsafe.rules.kit.rule import *

@@ -36,6 +36,10 @@ _REMEDY_THREAD = (
     "Correct the {error}, and pass such errors on: catch them in the thread and put them into the queue, use a "
     "concurrent.futures executor, whose result() raises them, or wait with a timeout and check the thread."
 )
+_REMEDY_HELD = (
+    "Begin with the {error}{at}: remove its reason, and let the `except` block, where the rank still is, wait and try "
+    "again only for a short time before it raises."
+)
 _OF_LIVE_RANKS = (IncidentKind.SUSPECT, IncidentKind.EXCEPTION, IncidentKind.TIMEOUT, IncidentKind.INSPECTED)
 
 
@@ -136,6 +140,9 @@ def with_caught(findings: Iterable[tuple[Rule[Any], Finding]], job: JobFacts) ->
         summary = joined((finding.summary, sentence))
         remedies = (_thread_remedy(view.facts[rank]) for rank in finding.ranks if rank in view.facts)
         remedy = next(filter(None, remedies), finding.remedy) if index == 0 else finding.remedy
+        held = () if rule.is_mutual or rule.is_of_machine else handling_exception(view, finding.ranks).values()
+        begin = next(iter(map(held_remedy, held)), "")
+        remedy = remedy if begin in remedy else joined((begin, remedy))
         completed.append(replace(finding, summary=summary, evidence=(*finding.evidence, *evidence), remedy=remedy))
     return completed
 
@@ -159,14 +166,14 @@ def _left_a_call(error: CaughtException) -> bool:
 
 
 def _sentence(error: CaughtException, who: str) -> str:
-    at = at_words(raised_at(error))
+    at = _raised_words(error)
     ago = f", {duration_words(error.ago_s)} before this report"
     if error.thread:
         whose = "its" if who == "It" else f"{who}'s"
         return f"{whose[:1].upper()}{whose[1:]} thread {error.thread!r} ended with {error_words(error)}{at}{ago}."
     if error.is_held:
         return f"{who} is {except_block_words(error)}."
-    times = f" {error.count} times" if error.count > 1 else ""
+    times = f", {error.count} times" if error.count > 1 else ""
     though = ", although the guard ends the others when one rank raises" if _left_a_call(error) else ""
     return f"{who} caught {error_words(error)}{_out_of(error)}{at}{times}{ago}, and continued{though}."
 
@@ -174,9 +181,18 @@ def _sentence(error: CaughtException, who: str) -> str:
 def except_block_words(error: CaughtException) -> str:
     """``"in the `except` block (line 7) that caught OSError: No space left on device, raised at train.py:5"``."""
     within = f" (line {error.caught_at.line})" if error.caught_at is not None else ""
+    return f"in the `except` block{within} that caught {error_words(error)}{_out_of(error)}{_raised_words(error)}"
+
+
+def _raised_words(error: CaughtException) -> str:
+    """``", raised at train.py:5 in read"``: apart from the message, which ends in any way; empty if unknown."""
     at = at_words(raised_at(error))
-    raised = f", raised{at}" if at else ""
-    return f"in the `except` block{within} that caught {error_words(error)}{_out_of(error)}{raised}"
+    return f", raised{at}" if at else ""
+
+
+def held_remedy(error: CaughtException) -> str:
+    """What to do about the exception in whose ``except`` block a rank still is."""
+    return _REMEDY_HELD.format(error=error.type, at=at_words(raised_at(error)))
 
 
 def _out_of(error: CaughtException) -> str:

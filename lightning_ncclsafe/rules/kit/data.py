@@ -8,7 +8,7 @@ from lightning_ncclsafe.facts import DataFacts, JobFacts, LoaderFacts
 from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding, Severity
 from lightning_ncclsafe.rules.kit.parts import Groups, evidence_about, grouped
 from lightning_ncclsafe.rules.kit.rule import Rules, View
-from lightning_ncclsafe.rules.kit.wording import capitalised, counted, plural, ranks_words
+from lightning_ncclsafe.rules.kit.wording import apart_words, capitalised, counted, plural, ranks_words
 
 _T = TypeVar("_T")
 _X = TypeVar("_X")
@@ -228,10 +228,10 @@ def value_words(value: object) -> str:
 
 
 def spread_words(groups: Groups[_T], words: Callable[[_T], str] = value_words) -> str:
-    """``"20 on ranks 0-2, 22 on rank 3"``; a long list is cut and counted."""
+    """``"20 on ranks 0-2 but 22 on rank 3"``; a long list is cut and counted."""
     listed = [f"{words(value)} on {ranks_words(ranks)}" for value, ranks in groups.parts[:_LISTED]]
     more = len(groups.parts) - _LISTED
-    return ", ".join([*listed, *([f"{more:,} more values on other ranks"] if more > 0 else [])])
+    return apart_words([*listed, *([f"{more:,} more values on other ranks"] if more > 0 else [])])
 
 
 def count_words(unit: str) -> Callable[[int | None], str]:
@@ -248,7 +248,7 @@ def value_evidence(groups: Groups[_T], words: Callable[[_T], str] = value_words)
 
 
 def differing_words(differing: Differences) -> str:
-    """``"batch_size is 32 on ranks 0-2, 16 on rank 3; drop_last is …"``."""
+    """``"batch_size is 32 on ranks 0-2 but 16 on rank 3; drop_last is …"``."""
     return "; ".join(f"{name} is {spread_words(groups)}" for name, groups in differing.items())
 
 

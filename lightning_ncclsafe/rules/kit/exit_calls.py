@@ -24,6 +24,11 @@ class ExitCalls(NamedTuple):
     only: ExitCall | None
     possible: tuple[ExitCall, ...]
 
+    @property
+    def is_short(self) -> bool:
+        """Whether there are some, and few enough to list."""
+        return 0 < len(self.possible) <= _FEW
+
     def evidence(self, rank: int) -> Iterator[Evidence]:
         """Each of them, if they are few."""
         if self.only is not None:
@@ -31,7 +36,7 @@ class ExitCalls(NamedTuple):
             text = f"Of all code of yours that is loaded, only {self.only.code} at {at} exits with this status."
             yield Evidence(source="source code", rank=rank, text=text)
             return
-        for call in self.possible if len(self.possible) <= _FEW else ():
+        for call in self.possible if self.is_short else ():
             text = f"{call.code} at {short_place(call.place)} may end a process in this way."
             yield Evidence(source="source code", rank=rank, text=text)
 

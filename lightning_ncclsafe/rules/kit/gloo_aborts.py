@@ -81,7 +81,9 @@ def _may_have_aborted(view: Timeline, rank: int) -> bool:
     process, signal = view.witnesses[rank], signal_of(view, rank)
     # While one thread aborts, another may crash in what the first has begun to free.
     may_be_abort = signal in ("", "SIGABRT") or (signal == "SIGSEGV" and overrun_bytes(view, rank) is not None)
-    return process.exit_code is None and process.raised is None and may_be_abort
+    # A known line shows better what it was in than a file to which others may write, too.
+    is_other = bool(process.said) and overrun_bytes(view, rank) is None and not process.stack
+    return process.exit_code is None and process.raised is None and may_be_abort and not is_other
 
 
 def _ended_in_collective(view: Timeline, rank: int) -> bool:

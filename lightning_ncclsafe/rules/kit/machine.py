@@ -120,11 +120,15 @@ def _swapped_bytes(facts: HostFacts | ProcessFacts) -> int:
 
 
 def memory_words(facts: HostFacts | ProcessFacts) -> str:
-    """``"with 3.4 GB resident, growing by 210.0 MB/s, 1.1 GB swapped out (+60.0 MB/s)"``; empty if unknown."""
+    """``"with 3.4 GB resident, growing by 210.0 MB/s, 1.1 GB swapped out (+60.0 MB/s)"``; empty if unknown.
+
+    That it grows is told only if it is larger than imports alone make it.
+    """
     swapped = _swapped_bytes(facts)
     grows, swaps_out = facts.memory_growth_bytes_per_s or 0, facts.swap_growth_bytes_per_s or 0
     words = [f"{size_words(facts.rss_bytes)} resident"] if facts.rss_bytes is not None else []
-    words += [f"growing by {size_words(grows)}/s"] if words and grows >= _GROWS_BYTES_PER_S else []
+    does_grow = grows >= _GROWS_BYTES_PER_S and fills_memory(facts)
+    words += [f"growing by {size_words(grows)}/s"] if words and does_grow else []
     if swapped:
         words.append(f"{size_words(swapped)} swapped out")
         words[-1] += f" (+{size_words(swaps_out)}/s)" if swaps_out >= _GROWS_BYTES_PER_S else ""
@@ -180,7 +184,9 @@ def directories(facts: RankFacts, *, of_checkpoints: bool) -> tuple[StorageFacts
 
 def directory_words(entry: StorageFacts) -> str:
     """``"/mnt/logs (nfs4)"``."""
-    return f"{entry.path} ({entry.filesystem})" if entry.filesystem else entry.path
+    # A URL is no path of this host, whatever its storage writes to.
+    is_known = entry.filesystem and "://" not in entry.path
+    return f"{entry.path} ({entry.filesystem})" if is_known else entry.path
 
 
 def storage_evidence(facts: RankFacts, *, of_checkpoints: bool) -> Iterator[Evidence]:

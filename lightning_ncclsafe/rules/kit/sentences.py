@@ -29,6 +29,7 @@ from lightning_ncclsafe.rules.kit.wording import (
     capitalised,
     clause,
     collective_words,
+    counted,
     duration_words,
     group_words,
     line_words,
@@ -176,8 +177,16 @@ def wait_words(view: Timeline, rank: int) -> str:
         return doing.call
     means = purpose_words(doing.collective, view.facts[rank])
     if doing.collective is None:
-        return means or doing.call or doing.kind.value
+        return means or ("work.wait()" if doing.call == "wait" else doing.call) or doing.kind.value
     return collective_words(doing.collective, means)
+
+
+def now_words(view: Timeline, ranks: tuple[int, ...]) -> str:
+    """Where ranks are now, as the first of them: ``"is now in …"``, or ``"now waits in …"`` if that is what it does."""
+    where = where_words(view, ranks[0])
+    if ranks[0] in view.waiting:
+        return f"now {verb(ranks, 'waits', 'wait')} in {wait_words(view, ranks[0])}, {where}"
+    return f"{verb(ranks, 'is', 'are')} now {where}"
 
 
 def others_wait(view: Timeline, ranks: Iterable[int] = ()) -> str:
@@ -292,13 +301,19 @@ def recorder_evidence(view: Timeline) -> list[Evidence]:
     for group in view.groups:
         if group.seq is not None and group.behind:
             last = max(group.enqueued[rank] for rank in group.behind)
-            text = (
-                f"{clause(group.behind, 'has|have called')} {last} collectives of "
-                f"{group_words(group.name)}; {ranks_words(group.oldest)} {verb(tuple(group.oldest), 'waits', 'wait')} "
-                f"in sequence number {group.seq}."
-            )
+            calls = f"{counted(last, 'collective')} of {group_words(group.name)}"
+            waiting = {rank for rank in group.oldest if _waits_in(view, rank, group.name, group.seq)}
+            does = {"waits|wait in": waiting, "has|have called": group.oldest.keys() - waiting}
+            parts = [clause(sorted(ranks), words) for words, ranks in does.items() if ranks]
+            text = f"{clause(group.behind, 'has|have called')} {calls}; {', '.join(parts)} sequence number {group.seq}."
             evidence.append(Evidence(source="flight recorder", text=capitalised(text)))
     return evidence
+
+
+def _waits_in(view: Timeline, rank: int, group: str, seq: int) -> bool:
+    """Whether a rank waits in this very call, as far as is known; it may also have called it, and wait elsewhere."""
+    call = view.activities[rank].collective if rank in view.facts else None
+    return rank in view.waiting and (call is None or (call.group, call.seq) == (group, seq))
 
 
 def _lock_evidence(view: Timeline) -> list[Evidence]:
@@ -334,10 +349,18 @@ def awaited_process_sentence(view: Timeline, ranks: Iterable[int]) -> str:
     return f"{capitalised('; '.join(parts))}." if parts else ""
 
 
-def _awaits_words(facts: RankFacts, child: ChildProcess) -> str:
+def writes_to_pipe(facts: RankFacts) -> bool:
+    """Whether a rank's main thread waits until somebody reads what it has written to a pipe."""
+    return "write" in _pipe_channel(facts)
+
+
+def _pipe_channel(facts: RankFacts) -> str:
     thread = facts.machine.main_thread
-    channel = thread.wait_channel if thread is not None and wait_of(thread.wait_channel) is Wait.PIPE else ""
-    waits = "writes to" if "write" in channel else "reads from" if "read" in channel else "waits for"
+    return thread.wait_channel if thread is not None and wait_of(thread.wait_channel) is Wait.PIPE else ""
+
+
+def _awaits_words(facts: RankFacts, child: ChildProcess) -> str:
+    waits = "writes to" if writes_to_pipe(facts) else "reads from" if "read" in _pipe_channel(facts) else "waits for"
     command = f" ({child.command})" if child.command else ""
     state = ", which has ended" if child.state == "zombie" else f", which is {child.state}" if child.state else ""
     return f"rank {facts.rank} {waits} its child process {child.pid}{command}{state}"

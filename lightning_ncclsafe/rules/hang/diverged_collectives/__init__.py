@@ -73,7 +73,7 @@ def diverged_collectives(view: Timeline) -> Iterator[Finding]:
         return
     found = known_reason(view) or (None if _is_other_cause(view) else _by_calls(view))
     if found is not None:
-        yield remedies.as_decided(at_jump(view, with_decision(view, found)))
+        yield remedies.as_decided(view, at_jump(view, with_decision(view, found)))
 
 
 def _by_calls(view: Timeline) -> Finding | None:
