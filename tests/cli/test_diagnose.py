@@ -81,8 +81,22 @@ def test_a_folder_of_dumps_is_explained(dumps: Path, diagnose: Diagnose) -> None
     assert out.startswith(
         "host-stuck: Rank 1 has called 60 collectives of the default group and finished all, and never"
     )
-    assert "Read of 3 ranks: dumps of ranks 0-2." in out
-    assert "Ranks 0, 2: the default group: called 61, completed 60, waits in all_reduce (sequence number 61" in out
+    assert "Read 3 ranks: dumps of ranks 0-2." in out
+    assert "Ranks 0, 2: the default group: called 61, completed 60, wait in all_reduce (sequence number 61" in out
+
+
+def test_the_number_of_ranks_that_were_read_is_not_that_of_the_job(tmp_path: Path, diagnose: Diagnose) -> None:
+    line = (
+        "[rank6]:[E429 13:55:49 ProcessGroupNCCL.cpp:684] [Rank 6] Watchdog caught collective operation timeout: "
+        "WorkNCCL(SeqNum=2, OpType=ALLREDUCE, NumelIn=1, NumelOut=1, Timeout(ms)=1800000) ran for 1800328 "
+        "milliseconds before timing out.\n"
+    )
+    (tmp_path / "a.log").write_text(line)
+    _, unsized, _ = diagnose(tmp_path)
+    (tmp_path / "a.log").write_text(f"world_size=8\n{line}")
+    _, sized, _ = diagnose(tmp_path)
+    assert "Read 1 of 7 or more ranks: logs of rank 6." in unsized
+    assert "Read 1 of 8 ranks: logs of rank 6." in sized
 
 
 def test_json_output_is_a_report(dumps: Path, diagnose: Diagnose) -> None:

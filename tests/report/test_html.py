@@ -23,9 +23,10 @@ from incidents import (
     recorded_incident,
 )
 
-from lightning_ncclsafe.facts import AwaitedThread, ExceptionFacts, Frame
-from lightning_ncclsafe.facts.findings import Diagnosis
+from lightning_ncclsafe.facts import AwaitedThread, ExceptionFacts, Frame, IncidentKind
+from lightning_ncclsafe.facts.findings import Diagnosis, Plan
 from lightning_ncclsafe.report.html.page import render_html
+from lightning_ncclsafe.report.text import render_text
 
 VOID = frozenset({"meta", "br"})
 OPTIONAL = frozenset({"li", "td", "th", "tr", "thead", "tbody"})
@@ -184,7 +185,7 @@ def test_the_first_screen_shows_the_end_of_a_long_path(location: str, shown: str
 
 def test_a_recorded_job_lists_what_was_read() -> None:
     text = Page(html_of("recorded")).text
-    assert "What was read Read of 4 ranks: dumps of ranks 0-3. Rank 0: the default group: called 345" in text
+    assert "What was read Read 4 of 4 ranks: dumps of ranks 0-3. Rank 0: the default group: called 345" in text
     assert "no progress" not in text[: text.index("Every fact")] and "Who waits" not in text
 
 
@@ -201,6 +202,19 @@ def test_code_in_sentences_is_marked_and_a_lone_backtick_is_not() -> None:
         with_first(summary="Alone under `if rank == 0:` (line 3)")
     )
     assert "a ` &lt;b&gt;" in render_html(with_first(summary="a ` <b>"))
+
+
+def test_what_decided_and_what_is_next_are_on_the_page_as_in_the_text() -> None:
+    decided = "/home/me/train.py:70 in evaluate"
+    told = with_first(decided_at=decided, plan=Plan.STOP)
+    first = told.job.incident
+    told = replace(told, job=replace(told.job, incident=replace(first, kind=IncidentKind.TIMEOUT)))
+    text, page = render_text(told), Page(render_html(told)).text
+    assert f"   Decided: {decided}\n" in text and f"Decided {decided}" in page
+    words = "stop: the fault recurs until the code, its settings or its data change"
+    assert f"Next: {words}." in text and f"Next {words}" in page
+    without = Page(render_html(with_first(decided_at=told.findings[0].location))).text
+    assert "Decided" not in without and "Next" not in without
 
 
 def test_every_observation_links_to_its_facts() -> None:

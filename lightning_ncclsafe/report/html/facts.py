@@ -14,7 +14,6 @@ from lightning_ncclsafe.facts import Frame, RankFacts
 from lightning_ncclsafe.facts.findings import Diagnosis
 from lightning_ncclsafe.report.ranks import RankStates
 from lightning_ncclsafe.report.tables.data import rank_numbers
-from lightning_ncclsafe.rules.kit.sentences import batch_words
 from lightning_ncclsafe.rules.kit.wording import capitalised, duration_words, ranks_words, short_location, size_words
 
 _LONGEST = 2_000
@@ -264,7 +263,7 @@ def _row(alike: RankStates, rank: int, full: int | None) -> Row:
     cells = (
         facts.host,
         str(facts.pid or ""),
-        f"{facts.progress.phase.value}, {batch_words(facts.progress)}",
+        ", ".join(filter(None, [facts.progress.phase.value, alike.batch(rank)])),
         duration_words(facts.progress.idle_s),
         capitalised(alike.states[rank]),
     )
