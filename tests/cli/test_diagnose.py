@@ -99,6 +99,11 @@ def test_the_number_of_ranks_that_were_read_is_not_that_of_the_job(tmp_path: Pat
     assert "Read 1 of 8 ranks: logs of rank 6." in sized
 
 
+def test_an_empty_file_is_not_a_run_without_problems(tmp_path: Path, diagnose: Diagnose) -> None:
+    (tmp_path / "a.log").touch()
+    assert diagnose(tmp_path / "a.log") == (2, "", f"error: {tmp_path / 'a.log'}: empty\n")
+
+
 def test_json_output_is_a_report(dumps: Path, diagnose: Diagnose) -> None:
     code, out, _ = diagnose(dumps, "--format", "json")
     assert code == 0
@@ -149,7 +154,7 @@ def test_a_log_without_a_hang_has_nothing_to_explain(tmp_path: Path, diagnose: D
     [
         ("no", None, "No such file or directory"),
         ("nccl_trace_rank_0", b"\x80\x02cos\nsystem\n.", "refused: it would call os.system"),
-        ("trace_0.json", b'{"entries": [', "it is damaged JSON"),
+        ("trace_0.json", b'{"entries": [', "it is JSON that is damaged or was cut off"),
         ("other.json", b'{"a": 1}', "neither a dump of PyTorch's Flight Recorder nor a report"),
         ("model.bin", b"\0\1\2", "it is neither a dump, nor a report, nor a log"),
         ("report.json", b'{"schema": 99, "findings": []}', "schema 99"),
@@ -167,7 +172,7 @@ def test_unreadable_input_is_a_single_error(
 
 
 def test_an_empty_folder_is_an_error(tmp_path: Path, diagnose: Diagnose) -> None:
-    assert diagnose(tmp_path) == (2, "", "error: these files contain no dump, report or log\n")
+    assert diagnose(tmp_path) == (2, "", f"error: no dump, report or log in {tmp_path}\n")
 
 
 def test_a_bad_file_is_reported_and_the_rest_explained(dumps: Path, diagnose: Diagnose) -> None:
