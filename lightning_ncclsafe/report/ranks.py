@@ -28,6 +28,7 @@ NOTHING = "Nothing found: no rank waits for another in what was read."
 _MOST_LINES = 40
 _MOST_GROUPS = 4
 _MOST_PLACES = 3
+_MOST_HOSTS = 2
 _MOST_STACKS = 12
 _MOST_FRAMES = 60
 
@@ -198,6 +199,12 @@ def _sampled_words(inspection: InspectionFacts) -> Iterator[str]:
         yield f"{sum(one.looks for one in inspection.whereabouts[_MOST_PLACES:])} elsewhere"
 
 
+def hosts_words(hosts: Iterable[str]) -> str:
+    """``"on node-3, node-4"``, ``"on 64 hosts"``; empty if unknown."""
+    names = [*dict.fromkeys(filter(None, hosts))]
+    return f"on {', '.join(names) if len(names) <= _MOST_HOSTS else f'{len(names):,} hosts'}" if names else ""
+
+
 # The verbs that a state begins with.
 _PLURAL = {"waits": "wait", "is": "are", "has": "have"}
 
@@ -244,6 +251,14 @@ class RankStates:
         """``"no progress for 4 s to 12 s"``; empty if they stood for no time, as where an exception was raised."""
         idle = idle_words(self.view, ranks)
         return "" if idle == duration_words(0) else f"no progress for {idle}"
+
+    @cached_property
+    def _has_hosts(self) -> bool:
+        return len({facts.host for facts in self.view.facts.values()}) > 1
+
+    def hosts(self, ranks: Iterable[int]) -> str:
+        """``"on node-3"``; empty if all ranks of the job that answered are on one host."""
+        return hosts_words(self.view.facts[rank].host for rank in ranks) if self._has_hosts else ""
 
     def place(self, rank: int) -> Frame | None:
         """The user's line that a rank is at, or at which it has raised; None if there is none."""
@@ -333,7 +348,7 @@ def _line(alike: RankStates, ranks: tuple[int, ...]) -> str:
         where = "in no Trainer"
     moves = facts.inspection is not None and facts.inspection.moved
     progress = ("moves" if len(ranks) == 1 else "move") if moves else alike.standstill(ranks)
-    what = "; ".join(filter(None, [alike.state(ranks), progress, where]))
+    what = "; ".join(filter(None, [alike.state(ranks), progress, alike.hosts(ranks), where]))
     hook, line = (f", hook {doing.hook}" if doing.hook else ""), (f", line {location_of(place)}" if place else "")
     return f"{ranks_words(ranks)}: {what}{hook}{line}"
 

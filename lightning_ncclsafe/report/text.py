@@ -161,8 +161,8 @@ def incident_words(diagnosis: Diagnosis) -> str:
         return inspected_words(job)
     opening = _OPENINGS[incident.kind].format(idle=duration_words(incident.idle_s))
     return (
-        f"Incident {incident.number}: rank {incident.opened_by} {opening}. {len(job.ranks)} of {job.world_size} ranks "
-        f"answered.{_limits(incident)}"
+        f"Incident {incident.number}: rank {incident.opened_by} {opening}. {len(job.ranks):,} of {job.world_size:,} "
+        f"ranks answered.{_limits(incident)}"
     )
 
 
@@ -195,8 +195,8 @@ def _compared_words(job: JobFacts) -> str:
 
 def _all_or_some(done: int, world_size: int, one: str, many: str) -> str:
     if done < world_size:
-        return f"{done} of {world_size} ranks {many}"
-    return f"the only rank {one}" if done == 1 else f"all {done} ranks {many}"
+        return f"{done:,} of {world_size:,} ranks {many}"
+    return f"the only rank {one}" if done == 1 else f"all {done:,} ranks {many}"
 
 
 def _cause(finding: Finding) -> tuple[str, tuple[int, ...]]:

@@ -23,7 +23,7 @@ from incidents import (
     recorded_incident,
 )
 
-from lightning_ncclsafe.facts import AwaitedThread, ExceptionFacts, Frame, IncidentKind
+from lightning_ncclsafe.facts import AwaitedThread, Collective, ExceptionFacts, Frame, IncidentKind
 from lightning_ncclsafe.facts.findings import Diagnosis, Plan
 from lightning_ncclsafe.report.html.page import render_html
 from lightning_ncclsafe.report.text import render_text
@@ -215,6 +215,22 @@ def test_what_decided_and_what_is_next_are_on_the_page_as_in_the_text() -> None:
     assert f"Next: {words}." in text and f"Next {words}" in page
     without = Page(render_html(with_first(decided_at=told.findings[0].location))).text
     assert "Decided" not in without and "Next" not in without
+
+
+def test_different_calls_under_one_number_are_all_in_the_table_of_groups() -> None:
+    def text_of(changed: int) -> str:
+        base = job_of(4)
+        ranks = [
+            replace(facts, collectives=tuple(map(changed_call, facts.collectives))) for facts in base.ranks[:changed]
+        ]
+        job = replace(base, ranks=(*ranks, *base.ranks[changed:]))
+        return Page(render_html(replace(incident_of(4), job=job))).text
+
+    def changed_call(call: Collective) -> Collective:
+        return call if call.completed else replace(call, op="broadcast")
+
+    assert "broadcast (25,557,032 elements of Float) on rank 1; all_reduce (25,557,032" in text_of(2)
+    assert "346 all_reduce (25,557,032 elements of Float) 0 1-3" in text_of(0)
 
 
 def test_every_observation_links_to_its_facts() -> None:

@@ -203,6 +203,15 @@ def test_ranks_that_a_finding_names_come_first_and_are_never_left_out() -> None:
     assert "… 860 more lines are in report.json" in table
 
 
+def test_ranks_of_several_hosts_are_told_with_their_hosts() -> None:
+    assert "; on " not in render_text(diagnosis())
+    text = render_text(diagnosis(world=16, silent=()))
+    assert "\nRank 0: is in user code; no progress for 20 s; on node-0; phase train" in text
+    assert "; on node-0, node-1; phase train" in text
+    assert "; on 128 hosts; phase train" in render_text(diagnosis(world=1024, silent=(3,)))
+    assert "1,023 of 1,024 ranks answered." in render_text(diagnosis(world=1024, silent=(3,)))
+
+
 def frame(line: int) -> Frame:
     return Frame(file="a.py", line=line, function="f", user=True)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from lightning_ncclsafe.facts import Frame, RankFacts
 from lightning_ncclsafe.facts.findings import Diagnosis, Finding
 from lightning_ncclsafe.report.observations import observed
-from lightning_ncclsafe.report.ranks import is_compared, is_recorded, without_repeats
+from lightning_ncclsafe.report.ranks import hosts_words, is_compared, is_recorded, without_repeats
 from lightning_ncclsafe.rules.common_paths import with_common_paths
 from lightning_ncclsafe.rules.kit.sentences import others_wait
 from lightning_ncclsafe.rules.kit.timeline import Timeline
@@ -18,8 +18,6 @@ Place = Callable[[int, str], str]
 
 # A longer one takes more than two lines on a phone.
 _LONGEST_PLACE = 72
-# The most hosts to name.
-_MOST_HOSTS = 2
 # Tables of all ranks, for observations about several.
 _TABLES = {"flight recorder": "groups", "counters": "groups", "host": "hosts", "loader": "data-1"}
 
@@ -96,11 +94,10 @@ def causes_of(diagnosis: Diagnosis, view: Timeline, place: Place, tables: Contai
 def _process(view: Timeline, ranks: Sequence[int]) -> str:
     """``"process 4711 on node-3"``, ``"on node-3, node-4"``, ``"on 64 hosts"``."""
     facts = [view.facts[rank] for rank in ranks if rank in view.facts]
-    hosts = [*dict.fromkeys(one.host for one in facts if one.host)]
     pids = [one.pid for one in facts if one.pid] or [
         view.witnesses[rank].pid for rank in ranks if rank in view.witnesses
     ]
-    where = f"on {', '.join(hosts) if len(hosts) <= _MOST_HOSTS else f'{len(hosts)} hosts'}" if hosts else ""
+    where = hosts_words(one.host for one in facts)
     return " ".join(filter(None, [f"process {pids[0]}" if len(ranks) == len(pids) == 1 else "", where]))
 
 

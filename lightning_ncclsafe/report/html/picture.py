@@ -187,7 +187,7 @@ def _lane(alike: RankStates, axis: Axis, ranks: tuple[int, ...], is_named: bool)
     facts, doing = view.facts[ranks[0]], view.activities[ranks[0]]
     is_seen = not is_recorded(view.job)
     does = ", ".join(filter(None, [alike.state(ranks), alike.standstill(ranks) if is_seen else ""]))
-    where = ", ".join(filter(None, [doing.hook, alike.batch(ranks[0])])) if is_seen else ""
+    where = ", ".join(filter(None, [doing.hook, alike.batch(ranks[0]), alike.hosts(ranks)])) if is_seen else ""
     frames = {frame for rank in ranks if (frame := alike.place(rank)) is not None}
     line = f"{len(frames)} different lines" if len(frames) > 1 else "".join(map(short_location, frames))
     stop_ns = last_progress_ns(facts, axis.end_ns)
