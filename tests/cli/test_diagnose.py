@@ -99,6 +99,17 @@ def test_the_number_of_ranks_that_were_read_is_not_that_of_the_job(tmp_path: Pat
     assert "Read 1 of 8 ranks: logs of rank 6." in sized
 
 
+def test_a_quoted_line_that_is_cut_says_so(tmp_path: Path, diagnose: Diagnose) -> None:
+    whole, longer = TIMED_OUT.format(1), TIMED_OUT.format(2).strip() + " It waits" * 40 + "\n"
+    (tmp_path / "a.log").write_text(whole + longer)
+    _, out, _ = diagnose(tmp_path, "--format", "json")
+    quoted = {
+        item["rank"]: item["text"] for item in json.loads(out)["findings"][0]["evidence"] if item["source"] == "log"
+    }
+    assert quoted[1] == whole[len("[rank1]:") :].strip()
+    assert len(quoted[2]) <= 300 and quoted[2].endswith("…")
+
+
 def test_an_empty_file_is_not_a_run_without_problems(tmp_path: Path, diagnose: Diagnose) -> None:
     (tmp_path / "a.log").touch()
     assert diagnose(tmp_path / "a.log") == (2, "", f"error: {tmp_path / 'a.log'}: empty\n")
