@@ -1,12 +1,13 @@
 """The command line, ``ncclsafe``: one module for each of its commands, none of which needs torch or Lightning."""
 
 import os
+import re
 import sys
 from argparse import Action
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
-from typing import TextIO
+from typing import NoReturn, TextIO
 
 from jsonargparse import ArgumentParser, DefaultHelpFormatter
 
@@ -48,6 +49,27 @@ def failed(text: str) -> int:
     return 2
 
 
+_LACKS = re.compile(r"the following arguments are required: (.+)")
+_LACKS_COMMAND = re.compile(r'expected "(?:(\w+)\.)?subcommand" to be one of \{(.+?)\}.*')
+
+
+class _Parser(ArgumentParser):
+    """Says in this package's own words what a command lacks."""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """Prints what is wrong and ends the program."""
+        if found := _LACKS.fullmatch(message):
+            *commands, lacks = found[1].partition(",")[0].split(".")
+            command = " ".join(["ncclsafe", *commands])
+            self.exit(failed(f"{command} needs {lacks.upper()}; for its arguments: {command} --help"))
+        if found := _LACKS_COMMAND.fullmatch(message):
+            if not found[1]:
+                self.print_help(sys.stderr)
+            command = f"ncclsafe {found[1] or ''}".rstrip()
+            self.exit(failed(f"{command} needs a command{f': {found[2]}' if found[1] else ''}"))
+        super().error(message, ex)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command.
 
@@ -62,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names = [name for name in COMMANDS if name in given[:1]] or COMMANDS
     modules = {name: import_module(f"{__name__}.{name}") for name in names}
     # The parsers of the commands have the same formatter.
-    parser = ArgumentParser(prog="ncclsafe", description="Tools of lightning-ncclsafe.", formatter_class=Help)
+    parser = _Parser(prog="ncclsafe", description="Tools of lightning-ncclsafe.", formatter_class=Help)
     commands = parser.add_subcommands()
     for name, module in modules.items():
         command = ArgumentParser(description=module.DESCRIPTION)

@@ -1,18 +1,19 @@
 """``ncclsafe diagnose``: finds from dumps, logs and reports why a run hung."""
 
+import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from jsonargparse import ArgumentParser, Namespace
 
-from lightning_ncclsafe.cli import say
+from lightning_ncclsafe.cli import failed, say
 from lightning_ncclsafe.code.marks import lacks_mark
 from lightning_ncclsafe.facts import IncidentKind, JobFacts
 from lightning_ncclsafe.facts.findings import Diagnosis
 from lightning_ncclsafe.inspecting.joining import diagnosis_of, joined
 from lightning_ncclsafe.reading.evidence import Artifacts
 from lightning_ncclsafe.report.json import report_json
-from lightning_ncclsafe.report.lines import safe
+from lightning_ncclsafe.report.lines import first_of, safe
 from lightning_ncclsafe.report.terminal import shown_report
 from lightning_ncclsafe.rules.hang import HANG_RULES
 from lightning_ncclsafe.rules.judging import judge
@@ -31,6 +32,7 @@ DESCRIPTION = (
     " run. Nothing in them is executed. Exit code: 0 if there is an explanation, 1 if there is none, 2 if nothing"
     " could be read."
 )
+_MOST_NAMED = 3
 _PATHS = "files or folders; - reads a log from standard input"
 _FORMAT = "text (default), or json: one document like report.json per run and report"
 
@@ -50,7 +52,7 @@ def run(config: Namespace) -> int:
         say(f"error: {safe(error)}", sys.stderr)
     diagnoses = list(_diagnoses(evidence))
     if not diagnoses:
-        return _nothing(evidence)
+        return _nothing(evidence, config.paths)
     for title, diagnosis in diagnoses:
         if config.format == "json":
             say(report_json(diagnosis).decode("utf-8", "replace").rstrip("\n"), sys.stdout)
@@ -85,11 +87,15 @@ def _is_unmarked(job: JobFacts) -> bool:
     return any(lacks_mark(frame.file, frame.mark) for stack in stacks for frame in stack)
 
 
-def _nothing(evidence: Artifacts) -> int:
+def _nothing(evidence: Artifacts, paths: Sequence[str]) -> int:
+    if all(map(_is_empty, paths)):
+        return failed(f"{', '.join(first_of(paths, _MOST_NAMED))}: empty")
     if not evidence.files:
-        if not evidence.errors:
-            say("error: these files contain no dump, report or log", sys.stderr)
-        return 2
+        return 2 if evidence.errors else failed(f"no dump, report or log in {', '.join(first_of(paths, _MOST_NAMED))}")
     files = f"{evidence.files:,} file{'s' * (evidence.files != 1)}"
     say(f"nothing to explain: in {files}, no rank waits for another, fails or dies", sys.stdout)
     return 1
+
+
+def _is_empty(path: str) -> bool:
+    return os.path.isfile(path) and not os.path.getsize(path)

@@ -16,7 +16,7 @@ DESCRIPTION = (
     "Converts a saved report to text, to an HTML page that needs no network, or to a trace for ui.perfetto.dev and"
     " chrome://tracing. Exit code: 0, or 2 if the report cannot be read or the file cannot be written."
 )
-_REPORT = "a report.json, or the folder of an incident"
+_REPORT = "a report.json, the folder of an incident, or a folder with only one incident"
 _FORMAT = "text, html or trace (default: text)"
 _OUTPUT = "file to write to (default: standard output)"
 
@@ -53,10 +53,15 @@ def _file(path: Path) -> Path:
         return path
     # Their names sort in the order of events.
     incidents = sorted(found.parent for found in path.glob("*/report.json"))
-    if incidents and not (path / "report.json").exists():
-        several = "1 incident" if len(incidents) == 1 else f"{len(incidents):,} incidents"
-        raise ReportError(f"it contains {several}; choose one, for example the last: {incidents[-1]}")
-    return path / "report.json"
+    if (path / "report.json").exists():
+        return path / "report.json"
+    if not incidents:
+        raise ReportError("neither this folder nor one in it has a report.json.")
+    if len(incidents) > 1:
+        raise ReportError(
+            f"it contains {len(incidents):,} incidents; choose one, for example the last: {incidents[-1]}"
+        )
+    return incidents[0] / "report.json"
 
 
 def _read(path: Path) -> Diagnosis:

@@ -110,9 +110,13 @@ class TcpStoreExchange:
         try:
             return self._calls.call(call)
         except NoAnswerError as error:
-            raise ExchangeError(f"The job's store cannot be used: {error}.") from error
+            raise ExchangeError(_unusable(str(error))) from error
         except Exception as error:  # torch raises DistError and plain RuntimeError for a host that is gone
             why = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}".rstrip(": ")
             self._calls.given_up = why
-            end = "" if why.endswith((".", "?", "!")) else "."
-            raise ExchangeError(f"The job's store cannot be used: {why}{end}") from error
+            raise ExchangeError(_unusable(why)) from error
+
+
+def _unusable(why: str) -> str:
+    """One sentence; what torch says may end like one."""
+    return f"The job's store cannot be used: {why}{'' if why.endswith(('.', '?', '!')) else '.'}"

@@ -123,9 +123,10 @@ def _nothing_words(pids: Sequence[int]) -> str:
     if words := next(theirs, ""):
         return words
     if pids:
-        return (
-            f"none of the processes {', '.join(map(str, pids))} is a running Python process that this user may inspect"
+        named = (
+            f"process {pids[0]} is not" if len(pids) == 1 else f"none of the processes {', '.join(map(str, pids))} is"
         )
+        return f"{named} a running Python process that this user may inspect"
     return (
         f"no training rank was found on {socket.gethostname()}: no Python process of this user has the environment "
         "of a launcher (torchrun, Lightning, SLURM, MPI), or was started by torch.multiprocessing; name the "

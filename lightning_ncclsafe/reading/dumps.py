@@ -338,4 +338,4 @@ def from_json(data: bytes, most: int = MOST_CONTAINERS) -> object:
     try:
         return json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise ReadingError(f"it is damaged JSON ({str(error)[:100]})") from error
+        raise ReadingError(f"it is JSON that is damaged or was cut off ({str(error)[:100]})") from error

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from lightning_ncclsafe.facts import Statement, StatementKind
 from lightning_ncclsafe.reading.values import ranks, whole
+from lightning_ncclsafe.report.lines import cut
 from lightning_ncclsafe.rules.kit.wording import clause
 
 _LONGEST_LINE = 300
@@ -85,9 +86,9 @@ class Mismatch:
             yield Statement(
                 kind=StatementKind.OTHER_SIZES if same else StatementKind.OTHER_OPERATIONS,
                 ranks=odd,
-                detail=f"PyTorch's check of collectives reports that {words}{like}"[:_LONGEST_DETAIL],
+                detail=cut(f"PyTorch's check of collectives reports that {words}{like}", _LONGEST_DETAIL),
                 count=1 if is_one_sided else len(calls),
-                line=self._lines[0].strip()[:_LONGEST_LINE],
+                line=cut(self._lines[0].strip(), _LONGEST_LINE),
             )
         for call in calls:
             self._note(call)

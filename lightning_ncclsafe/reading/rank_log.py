@@ -7,6 +7,7 @@ from lightning_ncclsafe.facts import Collective, ExceptionFacts, Frame, Group, P
 from lightning_ncclsafe.reading.groups import DEFAULT_GROUP
 from lightning_ncclsafe.reading.values import stack
 from lightning_ncclsafe.reading.watchdog import Standing, TimedOut
+from lightning_ncclsafe.report.lines import cut
 
 _MOST_LINES = 6
 _LONGEST_LINE = 300
@@ -60,7 +61,7 @@ class RankLog:
 
     def quote(self, text: str) -> None:
         """Keeps an informative line."""
-        line = text.strip()[:_LONGEST_LINE]
+        line = cut(text.strip(), _LONGEST_LINE)
         if len(self.lines) < _MOST_LINES and line not in self.lines:
             self.lines.append(line)
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from lightning_ncclsafe.facts import Statement, StatementKind
 from lightning_ncclsafe.reading.fingerprints import Mismatch
 from lightning_ncclsafe.reading.values import ranks, whole
+from lightning_ncclsafe.report.lines import cut
 from lightning_ncclsafe.rules.kit.wording import clause
 
 _LONGEST_LINE = 300
@@ -28,7 +29,7 @@ WORDS = (
 
 
 def _line(text: str) -> str:
-    return text.strip()[:_LONGEST_LINE]
+    return cut(text.strip(), _LONGEST_LINE)
 
 
 class Spanning:
@@ -208,7 +209,7 @@ class _Counts:
                 for operation, number in self._counts.items()
             )
             who = listed if len(listed) == few else ()
-            detail = f"NCCL's RAS reports that {words}"[:_LONGEST_DETAIL]
+            detail = cut(f"NCCL's RAS reports that {words}", _LONGEST_DETAIL)
             yield Statement(kind=StatementKind.AHEAD, ranks=who, detail=detail, line=self._line)
         self.is_open = False
         self._reset()

@@ -13,6 +13,7 @@ from lightning_ncclsafe.reading.lines import Found, found_in, message
 from lightning_ncclsafe.reading.spanning import WORDS as SPANNING
 from lightning_ncclsafe.reading.spanning import Spanning
 from lightning_ncclsafe.reading.values import ranks, whole
+from lightning_ncclsafe.report.lines import cut
 
 WAITS = "still waits"
 """The detail of a rank that waits at the store and has not given up."""
@@ -329,7 +330,7 @@ def _said(found: Found[StatementKind]) -> Statement:
         kind=found.message.kind,
         ranks=ranks([*found.of("rank", "other"), *found.groups.get("listed", "").split(",")]),
         by=next(iter(ranks([by])), None),
-        detail=found.words[:_LONGEST_DETAIL],
+        detail=cut(found.words, _LONGEST_DETAIL),
         exit_code=_code(found) if found.message.kind is StatementKind.ENDED else None,
         local_rank=whole(local) if local is not None else None,
         count=max(whole(came), 0),
@@ -380,5 +381,5 @@ class Statements:
             said,
             by=said.by if said.by is not None else rank,
             local_rank=0 if is_only else said.local_rank,
-            line=text.strip()[:_LONGEST_LINE],
+            line=cut(text.strip(), _LONGEST_LINE),
         )

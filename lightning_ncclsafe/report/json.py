@@ -65,10 +65,18 @@ def _loaded(data: bytes) -> dict[str, Any]:
     try:
         report = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise ReportError(f"Not a report: expected JSON, found {bytes(data[:40])!r} ({error}).") from error
+        raise ReportError(_why_not_json(data, error)) from error
     if not isinstance(report, dict):
         raise ReportError(f"Not a report: expected a JSON object, found {type(report).__name__}.")
     return report
+
+
+def _why_not_json(data: bytes, error: Exception) -> str:
+    if not data.strip():
+        return "Not a report: the file is empty."
+    if data.lstrip().startswith(b"{"):
+        return f"The report is damaged or was cut off: copy it again ({error})."
+    return "Not a report: expected JSON. Logs and dumps are read by: ncclsafe diagnose."
 
 
 def _check_schema(report: dict[str, Any]) -> None:
@@ -76,7 +84,10 @@ def _check_schema(report: dict[str, Any]) -> None:
     if schema is None:
         raise ReportError(f"Not a report: it has no 'schema' number; this version reads schema {SCHEMA}.")
     if schema != SCHEMA or isinstance(schema, bool):
-        raise ReportError(f"The report was written by another version: schema {schema!r:.40}, this one reads {SCHEMA}.")
+        raise ReportError(
+            f"The report was written by another version: schema {schema!r:.40}, this one reads {SCHEMA}. "
+            "Use the version of lightning-ncclsafe that wrote it."
+        )
 
 
 PLAN_SCHEMA = 1

@@ -3,6 +3,7 @@
 import re
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
+from datetime import datetime, timezone
 
 # Control characters (terminal escapes among them), line separators, surrogates, and marks that reorder what is read.
 _UNSAFE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -20,6 +21,9 @@ def safe(text: str) -> str:
 WIDTH = 110
 """Width of lines of prose, characters."""
 _SHORT_LINE = 600
+# A number and its unit, and the parts of one duration: "4 min 12 s", "310.7 MB", "39 %".
+_IN_ONE = re.compile(r"(?<=\d) (?=(?:ms|s|min|h|bytes?|[kMGT]B(?:/s)?|%)(?![\w-]))|(?<=\d h) (?=\d)|(?<=\d min) (?=\d)")
+GLUE = "\0"
 
 
 def section(title: str, lines: Iterable[str], *, wrap: bool = True, width: int = WIDTH) -> str:
@@ -32,13 +36,26 @@ def wrapped(text: str, indent: str = "", width: int = WIDTH) -> str:
     """The text on lines of a readable width; items of a list are indented below their dash."""
     hanging = indent + ("  " if text.startswith("- ") else "")
     return textwrap.fill(
-        safe(text),
+        glued(safe(text), GLUE),
         width,
         initial_indent=indent,
         subsequent_indent=hanging,
         break_long_words=False,
         break_on_hyphens=False,
-    )
+    ).replace(GLUE, " ")
+
+
+def glued(text: str, glue: str) -> str:
+    """The text with this character in place of each space at which a line must not end: ``"1 min 12 s"``."""
+    return _IN_ONE.sub(glue, text)
+
+
+def moment_words(ns: int) -> str:
+    """``"27 November 2026, 15:52:12 UTC"``; empty if it is unknown or out of range."""
+    try:
+        return f"{datetime.fromtimestamp(ns / 1e9, tz=timezone.utc):%-d %B %Y, %H:%M:%S} UTC" if ns else ""
+    except (OverflowError, ValueError, OSError):
+        return ""
 
 
 def cut(text: str, most: int = _SHORT_LINE) -> str:

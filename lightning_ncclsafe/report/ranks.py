@@ -2,7 +2,8 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 from itertools import chain, islice
 
@@ -27,8 +28,11 @@ NOTHING = "Nothing found: no rank waits for another in what was read."
 _MOST_LINES = 40
 _MOST_GROUPS = 4
 _MOST_PLACES = 3
+_MOST_HOSTS = 2
 _MOST_STACKS = 12
 _MOST_FRAMES = 60
+
+_INSTALLED = re.compile(r".*(?:-packages|/lib/python3\.\d+)/")
 
 _Key = tuple[object, ...]
 
@@ -44,21 +48,29 @@ def is_recorded(job: JobFacts) -> bool:
 
 
 def recorded_words(job: JobFacts) -> str:
-    """``"Read of 8 ranks: dumps of ranks 0-6; logs of ranks 1-7."``."""
+    """``"Read 7 of 8 ranks: dumps of ranks 0-6; logs of ranks 1-6."``; ``"of 8 or more"`` if none says how many."""
     records = {facts.rank: facts.record for facts in job.ranks if facts.record is not None}
     dumps = [rank for rank, record in records.items() if record.has_dump]
     logs = [rank for rank, record in records.items() if record.has_log]
     parts = [f"{what} of {ranks_words(ranks)}" for what, ranks in (("dumps", dumps), ("logs", logs)) if ranks]
     if not parts:
         return "Read: logs that do not show what any rank did."
-    return f"Read of {job.world_size:,} rank{'s' * (job.world_size != 1)}: {'; '.join(parts)}."
+    read, size = len({*dumps, *logs}), job.world_size
+    of = f" of {size:,}{' or more' * (not job.is_sized)}" if job.is_sized or read < size else ""
+    return f"Read {read:,}{of} rank{'s' * ((size if of else read) != 1)}: {'; '.join(parts)}."
 
 
-def recorded_table(job: JobFacts) -> Iterator[str]:
-    """One line per group of ranks with the same record."""
+def recorded_table(job: JobFacts, named: Iterable[int] = (), *, as_list: bool = False) -> Iterator[str]:
+    """One line per group of ranks with the same record.
+
+    Args:
+        named: Ranks that come first, so that they are not left out.
+        as_list: Whether several parts of a record have lines of their own, with dashes.
+    """
     alike: dict[tuple[str, ...], list[int]] = defaultdict(list)
     words = Words()
-    for facts in job.ranks:
+    first = frozenset(named)
+    for facts in sorted(job.ranks, key=lambda facts: facts.rank not in first):
         alike[_state(facts, words)].append(facts.rank)
     silent = [rank for rank in job.silent if rank not in (*job.outdated, *job.left_out)]
     if silent:
@@ -67,15 +79,23 @@ def recorded_table(job: JobFacts) -> Iterator[str]:
         alike[("only an older dump was read",)] = older
     if others := [rank for rank in job.silent if rank in job.left_out]:
         alike[("only a dump was read that does not belong to this run and rank",)] = others
-    lines = (f"{ranks_words(ranks)}: {'; '.join(state)}" for state, ranks in alike.items())
-    yield from _limited(lines, len(alike), rest="; --format json has all of them")
+    entries = ((f"{ranks_words(ranks)}:", [*_of_several(state, len(ranks))]) for state, ranks in alike.items())
+    for who, parts in islice(entries, _MOST_LINES):
+        if as_list and len(parts) > 1:
+            yield capitalised(who)
+            yield from (f"- {part}" for part in parts)
+        else:
+            yield capitalised(f"{who} {'; '.join(parts)}")
+    if len(alike) > _MOST_LINES:
+        yield f"… {len(alike) - _MOST_LINES:,} more lines; --format json has all of them"
 
 
 def _state(facts: RankFacts, words: Words) -> tuple[str, ...]:
     parts = [f"on {facts.host}"] if facts.host else []
     parts += [_group_words(facts, number, words) for number in range(min(len(facts.groups), _MOST_GROUPS))]
     if len(facts.groups) > _MOST_GROUPS:
-        parts.append(f"{len(facts.groups) - _MOST_GROUPS:,} more groups")
+        more = len(facts.groups) - _MOST_GROUPS
+        parts.append(f"{more:,} more group{'s' * (more > 1)}")
     p2p = outstanding_p2p(facts)
     parts += [f"waits in {words.of(p2p)}"] if p2p is not None else []
     if facts.exception is not None:
@@ -87,13 +107,19 @@ def _state(facts: RankFacts, words: Words) -> tuple[str, ...]:
     return tuple(parts) or ("no collective is mentioned",)
 
 
+def _of_several(state: Iterable[str], ranks: int) -> Iterator[str]:
+    """What one rank does, ``"waits in barrier"``, said of as many."""
+    return (re.sub(r"(^|, )waits in ", r"\1wait in ", part) if ranks > 1 else part for part in state)
+
+
 def _group_words(facts: RankFacts, number: int, words: Words) -> str:
     """Groups in words; those with outstanding collectives first."""
     pending = {call.group: call for call in reversed(facts.collectives) if not call.completed and not call.is_p2p}
     group = sorted(facts.groups, key=lambda one: one.name not in pending)[number]
     counters = f"called {group.last_enqueued:,}, completed {group.last_completed:,}"
     call = pending.get(group.name)
-    waits = f", waits in {words.of(call)}" if call is not None else ""
+    # The group is named before.
+    waits = f", waits in {words.of(call).replace(f', {group_words(group.name)})', ')')}" if call is not None else ""
     return f"{group_words(group.name, group.description)}: {counters}{waits}"
 
 
@@ -173,6 +199,16 @@ def _sampled_words(inspection: InspectionFacts) -> Iterator[str]:
         yield f"{sum(one.looks for one in inspection.whereabouts[_MOST_PLACES:])} elsewhere"
 
 
+def hosts_words(hosts: Iterable[str]) -> str:
+    """``"on node-3, node-4"``, ``"on 64 hosts"``; empty if unknown."""
+    names = [*dict.fromkeys(filter(None, hosts))]
+    return f"on {', '.join(names) if len(names) <= _MOST_HOSTS else f'{len(names):,} hosts'}" if names else ""
+
+
+# The verbs that a state begins with.
+_PLURAL = {"waits": "wait", "is": "are", "has": "have"}
+
+
 class RankStates:
     """What each rank of a job does, in words, and which ranks do the same."""
 
@@ -201,6 +237,30 @@ class RankStates:
         is_known = facts.progress.phase is not Phase.UNKNOWN or (facts.inspection is not None and bool(facts.stack))
         return f"is in {doing.kind.value}" if is_known else ""
 
+    def state(self, ranks: Sequence[int]) -> str:
+        """What equal ranks do: ``"wait in broadcast (sequence number 7)"``."""
+        verb, space, rest = self.states[ranks[0]].partition(" ")
+        return f"{_PLURAL.get(verb, verb) if len(ranks) > 1 else verb}{space}{rest}"
+
+    def batch(self, rank: int) -> str:
+        """At which batch a rank is; empty if it has finished: the loop's counters say nothing then."""
+        is_over = self.view.activities[rank].kind is Kind.FINISHED
+        return "" if is_over else batch_words(self.view.facts[rank].progress)
+
+    def standstill(self, ranks: Sequence[int]) -> str:
+        """``"no progress for 4 s to 12 s"``; empty if they have raised, and are to make none, or stood for no time."""
+        have_raised = all(self.view.facts[rank].exception is not None for rank in ranks)
+        idle = idle_words(self.view, ranks)
+        return "" if have_raised or idle == duration_words(0) else f"no progress for {idle}"
+
+    @cached_property
+    def _has_hosts(self) -> bool:
+        return len({facts.host for facts in self.view.facts.values()}) > 1
+
+    def hosts(self, ranks: Iterable[int]) -> str:
+        """``"on node-3"``; empty if all ranks of the job that answered are on one host."""
+        return hosts_words(self.view.facts[rank].host for rank in ranks) if self._has_hosts else ""
+
     def place(self, rank: int) -> Frame | None:
         """The user's line that a rank is at, or at which it has raised; None if there is none."""
         facts = self.view.facts[rank]
@@ -213,6 +273,15 @@ class RankStates:
             return "left nothing that was read"
         process = self.view.witnesses.get(rank)
         return f"did not answer; {f'its process is {process.state}' if process else 'nobody saw its process'}"
+
+    def silences(self) -> Iterator[tuple[list[int], str]]:
+        """The ranks that have not answered, equal ones together, and their state."""
+        alike: dict[str, list[int]] = defaultdict(list)
+        for rank in self.view.silent:
+            alike[self.silence(rank)].append(rank)
+        for words, ranks in alike.items():
+            several = words.replace("its process is", "their processes are").replace("its process", "their processes")
+            yield ranks, words if len(ranks) == 1 else several
 
     def groups(self, *, waiting_anywhere: bool = False) -> list[tuple[int, ...]]:
         """The ranks that answered, equal ones together; ascending by their lowest rank.
@@ -252,34 +321,37 @@ def without_repeats(findings: Iterable[Finding]) -> list[tuple[Finding, tuple[in
     return [(finding, tuple(sorted(others))) for finding, others in distinct]
 
 
-def rank_table(job: JobFacts) -> Iterator[str]:
-    """One line for all ranks at the same place, with the range of their idle times."""
-    view = Timeline(job)
-    alike = RankStates(view)
-    groups = alike.groups()
-    yield from _limited((_line(alike, ranks) for ranks in groups), len(groups))
-    for rank in view.silent[:_MOST_LINES]:
-        process = view.witnesses.get(rank)
-        seen = f"its process {process.pid} is {process.state}" if process else "and its process was not seen"
-        yield f"rank {rank}: did not answer, {seen}"
-    if len(view.silent) > _MOST_LINES:
-        yield f"… {len(view.silent) - _MOST_LINES} more did not answer"
+def rank_table(job: JobFacts, named: Iterable[int] = ()) -> Iterator[str]:
+    """One line for all ranks at the same place, with the range of their idle times; one for those as silent.
+
+    Args:
+        named: Ranks that come first, so that they are not left out.
+    """
+    alike = RankStates(Timeline(job))
+    lines = [(ranks, _line(alike, ranks)) for ranks in alike.groups()]
+    lines += [(tuple(ranks), _silent_line(alike, ranks, words)) for ranks, words in alike.silences()]
+    first = frozenset(named)
+    lines.sort(key=lambda line: first.isdisjoint(line[0]))
+    yield from _limited((line for _, line in lines), len(lines))
+
+
+def _silent_line(alike: RankStates, ranks: list[int], words: str) -> str:
+    process = alike.view.witnesses.get(ranks[0]) if len(ranks) == 1 else None
+    return f"{ranks_words(ranks)}: {words}{f' (pid {process.pid})' if process is not None else ''}"
 
 
 def _line(alike: RankStates, ranks: tuple[int, ...]) -> str:
     rank, view = ranks[0], alike.view
     doing, facts = view.activities[rank], view.facts[rank]
-    hook = f", hook {doing.hook}" if doing.hook else ""
     place = alike.place(rank)
-    line = f", line {location_of(place)}" if place else ""
-    where = f"phase {facts.progress.phase.value}, {batch_words(facts.progress)}{hook}"
+    where = ", ".join(filter(None, [f"phase {facts.progress.phase.value}", alike.batch(rank)]))
     if facts.inspection is not None and facts.progress.phase is Phase.UNKNOWN:
         where = "in no Trainer"
     moves = facts.inspection is not None and facts.inspection.moved
-    progress = ", moves" if moves else f", no progress for {idle_words(view, ranks)}"
-    # A rank that has raised is not expected to make any.
-    progress = "" if facts.exception is not None else progress
-    return f"{ranks_words(ranks)}: {where}{progress}{line}; {alike.states[rank]}"
+    progress = ("moves" if len(ranks) == 1 else "move") if moves else alike.standstill(ranks)
+    what = "; ".join(filter(None, [alike.state(ranks), progress, alike.hosts(ranks), where]))
+    hook, line = (f", hook {doing.hook}" if doing.hook else ""), (f", line {location_of(place)}" if place else "")
+    return f"{ranks_words(ranks)}: {what}{hook}{line}"
 
 
 def idle_words(view: Timeline, ranks: Iterable[int]) -> str:
@@ -289,19 +361,25 @@ def idle_words(view: Timeline, ranks: Iterable[int]) -> str:
     return least if least == most else f"{least} to {most}"
 
 
+def named_ranks(diagnosis: Diagnosis) -> frozenset[int]:
+    """The ranks that the first finding names."""
+    return frozenset(rank for finding in diagnosis.findings[:1] for rank in finding.ranks)
+
+
 def stack_sections(diagnosis: Diagnosis) -> Iterator[tuple[str, Iterable[str]]]:
     """Titles and lines of stacks: first those of the ranks that findings name, then the rest, equal ones once."""
-    culprits = {rank for finding in diagnosis.findings[:1] for rank in finding.ranks}
-    alike: dict[tuple[bool, tuple[Frame, ...], tuple[str, ...]], list[int]] = defaultdict(list)
+    culprits = named_ranks(diagnosis)
+    alike: dict[tuple[bool, str, tuple[Frame, ...], tuple[str, ...]], list[int]] = defaultdict(list)
     for facts in diagnosis.job.ranks:
-        stack = facts.exception.stack if facts.exception and facts.exception.stack else facts.stack
+        raised = facts.exception if facts.exception is not None and facts.exception.stack else None
+        stack = raised.stack if raised is not None else facts.stack
         native = facts.inspection.native if facts.inspection is not None else ()
         if stack:
-            alike[(facts.rank not in culprits, stack, native)].append(facts.rank)
+            alike[facts.rank not in culprits, raised.type if raised else "", stack, native].append(facts.rank)
     ordered = sorted(alike.items(), key=lambda item: (item[0][0], len(item[1]), item[1]))
-    for (_, stack, native), ranks in ordered[:_MOST_STACKS]:
+    for (_, type_, stack, native), ranks in ordered[:_MOST_STACKS]:
         lines = chain(_stack_lines(stack), (f"  native: {function}" for function in native))
-        yield f"Stack of {ranks_words(ranks)}", lines
+        yield f"Stack of {ranks_words(ranks)}{f', where {type_} was raised' if type_ else ''}", lines
     if len(ordered) > _MOST_STACKS:
         yield "More stacks", [f"{len(ordered) - _MOST_STACKS} more different stacks are in report.json."]
 
@@ -313,11 +391,18 @@ def _stack_lines(stack: tuple[Frame, ...]) -> Iterator[str]:
     for frame in stack[-_MOST_FRAMES:]:
         mark = ">" if frame.user else " "
         condition = f"   [{under_words(frame.rank_condition)}]" if frame.rank_condition else ""
-        yield f"{mark} {location_of(frame)}" + (f": {frame.code}" if frame.code else "") + condition
+        shown = frame if frame.user else replace(frame, file=short_path(frame.file))
+        yield f"{mark} {location_of(shown)}" + (f": {frame.code}" if frame.code else "") + condition
 
 
-def _limited(lines: Iterable[str], count: int, *, rest: str = " are in report.json") -> Iterator[str]:
+def short_path(file: str) -> str:
+    """A library file without the path to all libraries: ``"torch/serialization.py"``, ``"selectors.py"``."""
+    return _INSTALLED.sub("", file.replace("\\", "/"))
+
+
+def _limited(lines: Iterable[str], count: int) -> Iterator[str]:
     """The first of ``count`` lines, and where the rest is."""
     yield from map(capitalised, islice(lines, _MOST_LINES))
     if count > _MOST_LINES:
-        yield f"… {count - _MOST_LINES:,} more lines{rest}"
+        more = count - _MOST_LINES
+        yield f"… {more:,} more {'line is' if more == 1 else 'lines are'} in report.json"

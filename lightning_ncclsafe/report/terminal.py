@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from lightning_ncclsafe.code.raised import is_of_signal_handler
 from lightning_ncclsafe.facts.findings import Diagnosis
-from lightning_ncclsafe.report.lines import WIDTH
+from lightning_ncclsafe.report.lines import GLUE, WIDTH, glued
 from lightning_ncclsafe.report.text import render_text
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ _OURS = "[ncclsafe] "
 # On a narrower terminal, lines are broken in any case.
 _NARROWEST = 40
 _EACH = re.MULTILINE | re.IGNORECASE
-_LABELS = "where|because|remedy|same for|also found|also possible|not known|next"
+_LABELS = "where|decided|because|remedy|same for|also found|also possible|not known|next"
 # What is highlighted, besides the first line. Later patterns win.
 _STYLES = (
     (re.compile(r"`[^`\n]+`"), "green"),
@@ -78,9 +78,10 @@ def _broken(line: str, width: int | None, mark: str) -> list[str]:
     if width is None or len(line) <= width - len(mark):
         return [line]
     hanging = " " * (len(line) - len(line.lstrip()) + 2)
-    return textwrap.wrap(
-        line, width - len(mark), subsequent_indent=hanging, break_long_words=False, break_on_hyphens=False
+    parts = textwrap.wrap(
+        glued(line, GLUE), width - len(mark), subsequent_indent=hanging, break_long_words=False, break_on_hyphens=False
     )
+    return [part.replace(GLUE, " ") for part in parts]
 
 
 def shown_report(diagnosis: Diagnosis, stream: TextIO | None) -> str:

@@ -3,9 +3,10 @@
 from collections.abc import Iterator, Sequence
 
 from lightning_ncclsafe.facts import Incident, IncidentKind, JobFacts
-from lightning_ncclsafe.facts.findings import Diagnosis, Evidence, Finding
+from lightning_ncclsafe.facts.findings import Diagnosis, Finding
 from lightning_ncclsafe.report.json import plan_words
-from lightning_ncclsafe.report.lines import WIDTH, cut, safe, section, wrapped
+from lightning_ncclsafe.report.lines import WIDTH, cut, moment_words, safe, section, wrapped
+from lightning_ncclsafe.report.observations import Observed, observed
 from lightning_ncclsafe.report.ranks import (
     NOTHING,
     inspected_answer,
@@ -13,6 +14,7 @@ from lightning_ncclsafe.report.ranks import (
     is_compared,
     is_inspected,
     is_recorded,
+    named_ranks,
     rank_table,
     recorded_table,
     recorded_words,
@@ -27,6 +29,7 @@ from lightning_ncclsafe.rules.kit.wording import duration_words, ranks_words
 from lightning_ncclsafe.rules.planning import next_start
 
 _SHORT_EVIDENCE = 3
+_LEGEND = "(Outermost call first. > marks your own code.)"
 
 _OPENINGS = {
     IncidentKind.SUSPECT: "made no progress for {idle}",
@@ -48,7 +51,7 @@ def render_text(diagnosis: Diagnosis, width: int = WIDTH) -> str:
     """
     parts = [
         safe(answer_words(diagnosis)),
-        wrapped(incident_words(diagnosis), width=width),
+        wrapped(" ".join([incident_words(diagnosis), *_when_and_what(diagnosis)]), width=width),
         *([wrapped(f"Next: {plan_words(start)}.", width=width)] if (start := next_start(diagnosis)) else ()),
         *(_finding(number, *entry, width) for number, entry in enumerate(without_repeats(diagnosis.findings), 1)),
         *_all_ranks(diagnosis, width),
@@ -60,15 +63,18 @@ def _all_ranks(diagnosis: Diagnosis, width: int) -> Iterator[str]:
     """The sections on all ranks. Ranks that were only compared do not hang, so their stacks mean nothing."""
     hangs = not is_compared(diagnosis.job)
     if hangs:
-        table = recorded_table if is_recorded(diagnosis.job) else rank_table
-        yield section("All ranks", table(diagnosis.job), width=width)
+        job, named = diagnosis.job, named_ranks(diagnosis)
+        table = recorded_table(job, named, as_list=True) if is_recorded(job) else rank_table(job, named)
+        yield section("All ranks", table, width=width)
     if is_inspected(diagnosis.job):
         yield section("Where they were at each look", sampled_table(diagnosis.job), width=width)
     yield section("The data of all ranks", data_table(diagnosis.job), wrap=False)
     yield section("The hosts of all ranks", preflight_table(diagnosis.job), wrap=False)
     yield section("What these facts cannot tell", (f"- {line}" for line in diagnosis.unanswered), width=width)
     if hangs:
-        yield from (section(title, lines, wrap=False) for title, lines in stack_sections(diagnosis))
+        stacks = [section(title, lines, wrap=False) for title, lines in stack_sections(diagnosis)]
+        # A legend, which only the first stack needs.
+        yield from (stack if number else f"{stack}\n{_LEGEND}" for number, stack in enumerate(stacks))
 
 
 def render_short(diagnosis: Diagnosis) -> str:
@@ -84,7 +90,7 @@ def answer_lines(diagnosis: Diagnosis) -> list[str]:
         lines += [f"  same for: {ranks_words(alike)}"] if alike else []
         lines += [f"  where: {finding.location}"] if finding.location else []
         lines += [f"  decided: {finding.decided_at}"] if _is_decided_elsewhere(finding) else []
-        lines += [f"  because: {_evidence_words(item)}" for item in _telling(finding.evidence)]
+        lines += [f"  because: {_evidence_words(item)}" for item in _telling(observed(finding.evidence))]
         lines.append(f"  remedy: {finding.remedy}")
     if distinct[1:]:
         also = "also found" if is_compared(diagnosis.job) else "also possible"
@@ -155,9 +161,19 @@ def incident_words(diagnosis: Diagnosis) -> str:
         return inspected_words(job)
     opening = _OPENINGS[incident.kind].format(idle=duration_words(incident.idle_s))
     return (
-        f"Incident {incident.number}: rank {incident.opened_by} {opening}. {len(job.ranks)} of {job.world_size} ranks "
-        f"answered.{_limits(incident)}"
+        f"Incident {incident.number}: rank {incident.opened_by} {opening}. {len(job.ranks):,} of {job.world_size:,} "
+        f"ranks answered.{_limits(incident)}"
     )
+
+
+def _when_and_what(diagnosis: Diagnosis) -> list[str]:
+    """When ranks were asked, and in which job: ``["That was on 27 November 2026, 15:52:12 UTC."]``."""
+    job = diagnosis.job
+    when = moment_words(job.incident.opened_ns)
+    if is_recorded(job):
+        return [f"The last call that was recorded was made on {when}."] if when else []
+    parts = [*([f"on {when}"] if when else ()), *([f"in {job.launch}"] if job.launch else ())]
+    return [f"That was {', '.join(parts)}."] if parts else []
 
 
 def _limits(incident: Incident) -> str:
@@ -179,8 +195,8 @@ def _compared_words(job: JobFacts) -> str:
 
 def _all_or_some(done: int, world_size: int, one: str, many: str) -> str:
     if done < world_size:
-        return f"{done} of {world_size} ranks {many}"
-    return f"the only rank {one}" if done == 1 else f"all {done} ranks {many}"
+        return f"{done:,} of {world_size:,} ranks {many}"
+    return f"the only rank {one}" if done == 1 else f"all {done:,} ranks {many}"
 
 
 def _cause(finding: Finding) -> tuple[str, tuple[int, ...]]:
@@ -198,7 +214,7 @@ def _finding(number: int, finding: Finding, alike: tuple[int, ...], width: int) 
     lines += [f"   Decided: {safe(finding.decided_at)}"] if _is_decided_elsewhere(finding) else []
     if finding.evidence:
         lines.append("   How we know:")
-        lines += [wrapped(f"- {_evidence_words(item)}", "   ", width) for item in finding.evidence]
+        lines += [wrapped(f"- {_evidence_words(item)}", "   ", width) for item in observed(finding.evidence)]
     lines += ["   What to do:", wrapped(finding.remedy, "   ", width)]
     return "\n".join([safe(title), *lines])
 
@@ -207,14 +223,14 @@ def _is_decided_elsewhere(finding: Finding) -> bool:
     return finding.decided_at not in ("", finding.location)
 
 
-def _evidence_words(evidence: Evidence) -> str:
-    rank = f", rank {evidence.rank}" if evidence.rank is not None else ""
-    return f"[{evidence.source}{rank}] {evidence.text}"
+def _evidence_words(evidence: Observed) -> str:
+    ranks = f", {ranks_words(evidence.ranks)}" if evidence.ranks else ""
+    return f"[{evidence.source}{ranks}] {evidence.text}"
 
 
-def _telling(evidence: tuple[Evidence, ...]) -> tuple[Evidence, ...]:
+def _telling(evidence: Sequence[Observed]) -> tuple[Observed, ...]:
     """The first of each source: a terminal has no room for every rank's. The phase is in the answer itself."""
-    first: dict[str, Evidence] = {}
+    first: dict[str, Observed] = {}
     for item in evidence:
         if item.source != "phase" or len(evidence) == 1:
             first.setdefault(item.source, item)

@@ -81,8 +81,38 @@ def test_a_folder_of_dumps_is_explained(dumps: Path, diagnose: Diagnose) -> None
     assert out.startswith(
         "host-stuck: Rank 1 has called 60 collectives of the default group and finished all, and never"
     )
-    assert "Read of 3 ranks: dumps of ranks 0-2." in out
-    assert "Ranks 0, 2: the default group: called 61, completed 60, waits in all_reduce (sequence number 61" in out
+    assert "Read 3 ranks: dumps of ranks 0-2." in out
+    assert "Ranks 0, 2: the default group: called 61, completed 60, wait in all_reduce (sequence number 61" in out
+
+
+def test_the_number_of_ranks_that_were_read_is_not_that_of_the_job(tmp_path: Path, diagnose: Diagnose) -> None:
+    line = (
+        "[rank6]:[E429 13:55:49 ProcessGroupNCCL.cpp:684] [Rank 6] Watchdog caught collective operation timeout: "
+        "WorkNCCL(SeqNum=2, OpType=ALLREDUCE, NumelIn=1, NumelOut=1, Timeout(ms)=1800000) ran for 1800328 "
+        "milliseconds before timing out.\n"
+    )
+    (tmp_path / "a.log").write_text(line)
+    _, unsized, _ = diagnose(tmp_path)
+    (tmp_path / "a.log").write_text(f"world_size=8\n{line}")
+    _, sized, _ = diagnose(tmp_path)
+    assert "Read 1 of 7 or more ranks: logs of rank 6." in unsized
+    assert "Read 1 of 8 ranks: logs of rank 6." in sized
+
+
+def test_a_quoted_line_that_is_cut_says_so(tmp_path: Path, diagnose: Diagnose) -> None:
+    whole, longer = TIMED_OUT.format(1), TIMED_OUT.format(2).strip() + " It waits" * 40 + "\n"
+    (tmp_path / "a.log").write_text(whole + longer)
+    _, out, _ = diagnose(tmp_path, "--format", "json")
+    quoted = {
+        item["rank"]: item["text"] for item in json.loads(out)["findings"][0]["evidence"] if item["source"] == "log"
+    }
+    assert quoted[1] == whole[len("[rank1]:") :].strip()
+    assert len(quoted[2]) <= 300 and quoted[2].endswith("…")
+
+
+def test_an_empty_file_is_not_a_run_without_problems(tmp_path: Path, diagnose: Diagnose) -> None:
+    (tmp_path / "a.log").touch()
+    assert diagnose(tmp_path / "a.log") == (2, "", f"error: {tmp_path / 'a.log'}: empty\n")
 
 
 def test_json_output_is_a_report(dumps: Path, diagnose: Diagnose) -> None:
@@ -135,7 +165,7 @@ def test_a_log_without_a_hang_has_nothing_to_explain(tmp_path: Path, diagnose: D
     [
         ("no", None, "No such file or directory"),
         ("nccl_trace_rank_0", b"\x80\x02cos\nsystem\n.", "refused: it would call os.system"),
-        ("trace_0.json", b'{"entries": [', "it is damaged JSON"),
+        ("trace_0.json", b'{"entries": [', "it is JSON that is damaged or was cut off"),
         ("other.json", b'{"a": 1}', "neither a dump of PyTorch's Flight Recorder nor a report"),
         ("model.bin", b"\0\1\2", "it is neither a dump, nor a report, nor a log"),
         ("report.json", b'{"schema": 99, "findings": []}', "schema 99"),
@@ -153,7 +183,7 @@ def test_unreadable_input_is_a_single_error(
 
 
 def test_an_empty_folder_is_an_error(tmp_path: Path, diagnose: Diagnose) -> None:
-    assert diagnose(tmp_path) == (2, "", "error: these files contain no dump, report or log\n")
+    assert diagnose(tmp_path) == (2, "", f"error: no dump, report or log in {tmp_path}\n")
 
 
 def test_a_bad_file_is_reported_and_the_rest_explained(dumps: Path, diagnose: Diagnose) -> None:

@@ -285,7 +285,7 @@ def test_ctrl_c_exits_without_a_traceback(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"), [([], "logs"), (["logs"], "recover"), (["logs", "recover"], "recover.dir")]
+    ("arguments", "said"), [([], "logs"), (["logs"], "recover"), (["logs", "recover"], "needs DIR")]
 )
 def test_a_missing_argument_is_reported(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:

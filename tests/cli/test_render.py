@@ -65,12 +65,19 @@ def test_an_unwritable_output_is_an_error(report: Path, render: Render, tmp_path
 
 def test_a_missing_report_is_an_error(render: Render, tmp_path: Path) -> None:
     assert render(tmp_path / "no") == (2, "", f"error: {tmp_path / 'no'}: No such file or directory\n")
-    assert render(tmp_path)[2] == f"error: {tmp_path / 'report.json'}: No such file or directory\n"
+    assert render(tmp_path)[2] == f"error: {tmp_path}: neither this folder nor one in it has a report.json.\n"
 
 
-def test_the_error_lists_incident_folders(render: Render, report: Path) -> None:
-    said = f"error: {report.parent.parent}: it contains 1 incident; choose one, for example the last: {report.parent}\n"
-    assert render(report.parent.parent) == (2, "", said)
+def test_the_only_incident_of_a_folder_is_rendered_and_of_several_one_must_be_chosen(
+    render: Render, report: Path
+) -> None:
+    folder = report.parent.parent
+    assert render(folder) == render(report) and render(folder)[0] == 0
+    (folder / "a-later-one").mkdir()
+    (folder / "a-later-one" / "report.json").write_bytes(report.read_bytes())
+    last = max(report.parent, folder / "a-later-one")
+    said = f"error: {folder}: it contains 2 incidents; choose one, for example the last: {last}\n"
+    assert render(folder) == (2, "", said)
 
 
 def written(change: Callable[[dict[str, Any]], Any]) -> bytes:
@@ -82,12 +89,12 @@ def written(change: Callable[[dict[str, Any]], Any]) -> bytes:
 @pytest.mark.parametrize(
     ("data", "said"),
     [
-        (b"", "Not a report: expected JSON"),
-        (b"\x80\x04\x95.", "Not a report: expected JSON"),
+        (b"", "Not a report: the file is empty."),
+        (b"\x80\x04\x95.", "Logs and dumps are read by: ncclsafe diagnose."),
         (b"[" * 100_000, "Not a report: expected JSON"),
         (b"[]", "expected a JSON object, found list"),
         (b"{}", "it has no 'schema' number"),
-        (report_json(incident_of(2))[:-500], "Not a report: expected JSON"),
+        (report_json(incident_of(2))[:-500], "The report is damaged or was cut off: copy it again ("),
         (written(lambda plain: plain.update(schema=99)), "another version: schema 99"),
         (written(lambda plain: plain.pop("job")), "The report lacks 'job'"),
         (written(lambda plain: plain["job"].update(world_size="two")), "The report is damaged"),

@@ -114,6 +114,23 @@ def test_a_killed_store_host_is_given_up_at_once(store_host: StoreHost) -> None:
     assert not own_threads("store")
 
 
+def test_a_lost_store_is_told_in_one_sentence_each_time() -> None:
+    class Lost:
+        def set_timeout(self, timeout: object) -> None:
+            pass
+
+        def set(self, key: str, value: object) -> None:
+            raise RuntimeError("Failed to recv. Did the remote server shutdown or crash?")
+
+    exchange = TcpStoreExchange(Lost())
+    said = "The job's store cannot be used: RuntimeError: Failed to recv. Did the remote server shutdown or crash?"
+    for _ in range(2):
+        with pytest.raises(ExchangeError) as raised:
+            exchange.set("key", b"value")
+        assert str(raised.value) == said
+    exchange.close()
+
+
 def test_ranks_fall_back_to_the_directory_when_the_store_is_lost(store_host: StoreHost, tmp_path: Path) -> None:
     process, port = store_host
     ranks = [FallbackExchange(exchange_with(port), DirectoryExchange(tmp_path / "x")) for _ in range(2)]

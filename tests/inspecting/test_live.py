@@ -155,4 +155,4 @@ def test_a_missing_process_is_an_error(capsys: pytest.CaptureFixture[str]) -> No
     from lightning_ncclsafe.cli import main
 
     assert main(["inspect", "--pid", "999999999"]) == 2
-    assert "none of the processes 999999999" in capsys.readouterr().err
+    assert "process 999999999 is not a running Python process" in capsys.readouterr().err

@@ -23,9 +23,10 @@ from incidents import (
     recorded_incident,
 )
 
-from lightning_ncclsafe.facts import AwaitedThread, ExceptionFacts, Frame
-from lightning_ncclsafe.facts.findings import Diagnosis
+from lightning_ncclsafe.facts import AwaitedThread, Collective, ExceptionFacts, Frame, IncidentKind
+from lightning_ncclsafe.facts.findings import Diagnosis, Plan
 from lightning_ncclsafe.report.html.page import render_html
+from lightning_ncclsafe.report.text import render_text
 
 VOID = frozenset({"meta", "br"})
 OPTIONAL = frozenset({"li", "td", "th", "tr", "thead", "tbody"})
@@ -184,7 +185,7 @@ def test_the_first_screen_shows_the_end_of_a_long_path(location: str, shown: str
 
 def test_a_recorded_job_lists_what_was_read() -> None:
     text = Page(html_of("recorded")).text
-    assert "What was read Read of 4 ranks: dumps of ranks 0-3. Rank 0: the default group: called 345" in text
+    assert "What was read Read 4 of 4 ranks: dumps of ranks 0-3. Rank 0: the default group: called 345" in text
     assert "no progress" not in text[: text.index("Every fact")] and "Who waits" not in text
 
 
@@ -201,6 +202,35 @@ def test_code_in_sentences_is_marked_and_a_lone_backtick_is_not() -> None:
         with_first(summary="Alone under `if rank == 0:` (line 3)")
     )
     assert "a ` &lt;b&gt;" in render_html(with_first(summary="a ` <b>"))
+
+
+def test_what_decided_and_what_is_next_are_on_the_page_as_in_the_text() -> None:
+    decided = "/home/me/train.py:70 in evaluate"
+    told = with_first(decided_at=decided, plan=Plan.STOP)
+    first = told.job.incident
+    told = replace(told, job=replace(told.job, incident=replace(first, kind=IncidentKind.TIMEOUT)))
+    text, page = render_text(told), Page(render_html(told)).text
+    assert f"   Decided: {decided}\n" in text and f"Decided {decided}" in page
+    words = "stop: the fault recurs until the code, its settings or its data change"
+    assert f"Next: {words}." in text and f"Next {words}" in page
+    without = Page(render_html(with_first(decided_at=told.findings[0].location))).text
+    assert "Decided" not in without and "Next" not in without
+
+
+def test_different_calls_under_one_number_are_all_in_the_table_of_groups() -> None:
+    def text_of(changed: int) -> str:
+        base = job_of(4)
+        ranks = [
+            replace(facts, collectives=tuple(map(changed_call, facts.collectives))) for facts in base.ranks[:changed]
+        ]
+        job = replace(base, ranks=(*ranks, *base.ranks[changed:]))
+        return Page(render_html(replace(incident_of(4), job=job))).text
+
+    def changed_call(call: Collective) -> Collective:
+        return call if call.completed else replace(call, op="broadcast")
+
+    assert "broadcast (25,557,032 elements of Float) on rank 1; all_reduce (25,557,032" in text_of(2)
+    assert "346 all_reduce (25,557,032 elements of Float) 0 1-3" in text_of(0)
 
 
 def test_every_observation_links_to_its_facts() -> None:
@@ -221,7 +251,7 @@ def test_other_causes_and_unknowns_are_listed() -> None:
     base = incident_of(4)
     second = replace(base.findings[0], rule="slow-logger", remedy="Use another logger.")
     text = Page(render_html(replace(base, findings=(*base.findings, second)))).text
-    assert "Also found slow-logger certain, Rank 0" in text and "What to do. Use another logger." in text
+    assert "Also found slow-logger certain, rank 0" in text and "What to do. Use another logger." in text
     assert "What these facts cannot tell Gloo does not report" in text
 
 
@@ -233,7 +263,7 @@ def test_a_detailed_rank_has_all_its_facts() -> None:
         "idle 41 s",
         "global step 1234",
         "memory total 1.0 TB",
-        "90008 -1 sleeping 12 s",
+        "90008 sleeping 12 s",
         "346 all_reduce gloo no no",
         "ModelCheckpoint /scratch/run lustre",
         "nccl=2.28.9",

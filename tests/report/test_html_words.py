@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from incidents import EVALUATE, NOW_NS, WAIT
 
-from lightning_ncclsafe.facts import Action, Collective, HostFacts, Phase, ProcessFacts
+from lightning_ncclsafe.facts import Action, Collective, HostFacts, Phase, ProcessFacts, StepFacts
 from lightning_ncclsafe.report.html.facts import label_of, nothing_in, pairs, table_of, value_words
 
 SHAPES = ((3, 224, 224), ())
@@ -31,6 +31,7 @@ SHAPES = ((3, 224, 224), ())
         ("ranks", (0, 1, 2, 7), "0-2, 7"),
         ("ranks", (), ""),
         ("input_sizes", SHAPES, "3 \u00d7 224 \u00d7 224, 1"),
+        ("passes", ((0, 0, 1), (0, 1, 1)), "0, 0, 1; 0, 1, 1"),
         ("dtypes", ("Float", "Long"), "Float, Long"),
         ("actions", (Action(name="fit", for_s=12.0),), "fit, for 12\u00a0s"),
         ("versions", {"torch": "2.13.0"}, "torch=2.13.0"),
@@ -59,6 +60,14 @@ def test_labels_have_no_units() -> None:
 
 def test_unknown_values_are_omitted() -> None:
     assert [(label, words) for label, _, words in pairs(HostFacts(cores=2))] == [("cores", "2")]
+
+
+def test_a_number_that_stands_for_none_is_not_shown() -> None:
+    steps = StepFacts(with_backward=4, skipped_batch=-1, skipped_epoch=2)
+    shown = {label: words for label, _, words in pairs(steps)}
+    assert shown["skipped epoch"] == "2" and "-1" not in shown.values() and "skipped batch" not in shown
+    titles, rows = table_of((ProcessFacts(pid=1, state="gone"), ProcessFacts(pid=2, state="gone", rank=3)))
+    assert [row[titles.index("rank")] for row in rows] == ["", "3"]
 
 
 def test_a_table_has_no_empty_columns() -> None:

@@ -62,13 +62,13 @@ def change(key: str, value: object) -> bytes:
 @pytest.mark.parametrize(
     ("data", "said"),
     [
-        (b"", "expected JSON"),
-        (b"hello", "expected JSON, found b'hello'"),
+        (b"", "the file is empty"),
+        (b"hello", "expected JSON. Logs and dumps are read by: ncclsafe diagnose."),
         (b"\xff\xfe\x00", "expected JSON"),
         (b"[" * 100_000, "expected JSON"),
         (b"[]", "expected a JSON object, found list"),
         (b"{}", "has no 'schema' number"),
-        (change("schema", 7), "written by another version: schema 7, this one reads 1"),
+        (change("schema", 7), "written by another version: schema 7, this one reads 1. Use the version"),
         (change("schema", "1"), "written by another version: schema '1', this one reads 1"),
         (change("schema", True), "written by another version: schema True"),
         (change("findings", None), "lacks 'findings'"),

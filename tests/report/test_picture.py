@@ -6,7 +6,7 @@ import pytest
 from diagnoses import diagnosis
 from incidents import NOW_NS, STALL_S, S, all_different, incident_of, job_of, recorded_incident
 
-from lightning_ncclsafe.facts import JobFacts
+from lightning_ncclsafe.facts import ExceptionFacts, Frame, JobFacts
 from lightning_ncclsafe.facts.findings import Diagnosis
 from lightning_ncclsafe.report.html.picture import Axis, Lane, Picture, picture
 from lightning_ncclsafe.report.ranks import RankStates
@@ -87,6 +87,22 @@ def test_lanes_have_text_labels() -> None:
         "Rank 0 is in user code, no progress for 41 s; Net.on_train_epoch_end, batch 118 of epoch 1; "
         "model.py:93 in evaluate"
     )
+
+
+def test_a_lane_of_a_rank_that_raised_has_the_line_that_raised_and_no_standstill() -> None:
+    base = job_of(2)
+    at = Frame(file="/home/me/train.py", line=57, function="read", user=True)
+    raised = replace(
+        base.ranks[0],
+        progress=replace(base.ranks[0].progress, idle_s=0.0),
+        exception=ExceptionFacts(type="KeyError", message="'label'", stack=(at,)),
+    )
+    (lane, _) = drawn(of_job(replace(base, ranks=(raised, base.ranks[1])))).lanes
+    assert (lane.does, lane.line) == ("raised KeyError", "train.py:57 in read")
+
+
+def test_lanes_of_several_ranks_have_plural_verbs() -> None:
+    assert [lane.does.split(" ")[0] for lane in drawn(incident_of(16)).lanes] == ["is", "wait"]
 
 
 def test_standstills_of_a_shared_lane_form_a_range() -> None:

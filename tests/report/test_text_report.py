@@ -1,14 +1,25 @@
 """The report in words: the answer first, nothing left out, nothing that grows or bites."""
 
+import re
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from diagnoses import diagnosis, facts, with_first
 
-from lightning_ncclsafe.facts import ExceptionFacts, Frame, IncidentKind
+from lightning_ncclsafe.facts import (
+    Collective,
+    ExceptionFacts,
+    Frame,
+    Group,
+    IncidentKind,
+    Phase,
+    Progress,
+    RankFacts,
+    RecordFacts,
+)
 from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding
-from lightning_ncclsafe.report.lines import safe
+from lightning_ncclsafe.report.lines import safe, wrapped
 from lightning_ncclsafe.report.text import render_news, render_short, render_text
 
 
@@ -28,9 +39,9 @@ def test_the_full_report_has_everything() -> None:
         "Where: /home/me/train.py:73 in evaluate",
         "- [source code, rank 0] if trainer.is_global_zero encloses line 73.",
         "Share this work among all ranks.",
-        "Rank 0: phase train, batch 118 of epoch 2, hook Net.on_train_epoch_end, no progress for 20 s",
-        "Ranks 1-2: phase train, batch 118 of epoch 2, no progress for 21 s to 22 s; waits in broadcast",
-        "rank 3: did not answer, its process 4003 is stopped",
+        "Rank 0: is in user code; no progress for 20 s; phase train, batch 118 of epoch 2, hook Net.on_train_epoch_end",
+        "Ranks 1-2: wait in broadcast; no progress for 21 s to 22 s; phase train, batch 118 of epoch 2",
+        "Rank 3: did not answer; its process is stopped (pid 4003)",
         "What these facts cannot tell",
         "- Rank 3 did not answer.",
         "Stack of rank 0\n---------------\n> /home/me/train.py:73 in evaluate: score(x)",
@@ -169,7 +180,7 @@ def test_a_thousand_ranks_fit_in_a_few_screens() -> None:
     big = diagnosis(world=1024, silent=(3,))
     lines = render_text(big).splitlines()
     assert len(lines) < 60
-    assert "Ranks 1-2, 4-1023: phase train" in render_text(big)
+    assert "Ranks 1-2, 4-1023: wait in broadcast;" in render_text(big)
 
 
 def test_a_thousand_different_ranks_are_truncated() -> None:
@@ -180,6 +191,96 @@ def test_a_thousand_different_ranks_are_truncated() -> None:
     text = render_text(big)
     assert len(text.splitlines()) < 250
     assert "more different stacks are in report.json" in text
+
+
+def test_ranks_that_a_finding_names_come_first_and_are_never_left_out() -> None:
+    different = tuple(replace(facts(1), rank=rank, stack=(frame(rank + 1),)) for rank in range(900))
+    job = replace(diagnosis().job, ranks=different, witnessed=(), world_size=900)
+    named = replace(diagnosis().findings[0], ranks=(899,))
+    lines = render_text(replace(diagnosis(), job=job, findings=(named,))).splitlines()
+    table = lines[lines.index("All ranks") + 2 :]
+    assert table[0].startswith("Rank 899: ") and any(line.startswith("Rank 0: ") for line in table)
+    assert "… 860 more lines are in report.json" in table
+
+
+def test_ranks_of_several_hosts_are_told_with_their_hosts() -> None:
+    assert "; on " not in render_text(diagnosis())
+    text = render_text(diagnosis(world=16, silent=()))
+    assert "\nRank 0: is in user code; no progress for 20 s; on node-0; phase train" in text
+    assert "; on node-0, node-1; phase train" in text
+    assert "; on 128 hosts; phase train" in render_text(diagnosis(world=1024, silent=(3,)))
+    assert "1,023 of 1,024 ranks answered." in render_text(diagnosis(world=1024, silent=(3,)))
+
+
+def frame(line: int) -> Frame:
+    return Frame(file="a.py", line=line, function="f", user=True)
+
+
+def test_ranks_that_are_silent_alike_share_a_line() -> None:
+    text = render_text(diagnosis(world=300, silent=tuple(range(4, 300))))
+    assert "\nRanks 4-299: did not answer; their processes are stopped\n" in text
+    assert text.count("did not answer;") == 1
+
+
+def test_a_recorded_rank_has_a_line_for_each_of_its_groups() -> None:
+    many = [Group(name=str(name), ranks=(0, 1), last_enqueued=1_234, last_completed=1_233) for name in range(5)]
+    call = Collective(group="2", seq=1_234, op="all_reduce", backend="nccl")
+    record = RecordFacts(has_dump=True)
+    ranks = [
+        RankFacts(
+            rank=n, progress=Progress(phase=Phase.UNKNOWN), groups=tuple(many), collectives=(call,), record=record
+        )
+        for n in (0, 1)
+    ]
+    job = replace(diagnosis().job, ranks=tuple(ranks), world_size=2)
+    job = replace(job, incident=replace(job.incident, kind=IncidentKind.RECORDED, opened_ns=1_795_794_732_293_934_936))
+    text = render_text(replace(diagnosis(), job=job))
+    assert "Read 2 of 2 ranks: dumps of ranks 0-1. The last call that was recorded was made on 27 November" in " ".join(
+        text.split()
+    )
+    assert (
+        "\nRanks 0-1:\n- group '2': called 1,234, completed 1,233, wait in all_reduce (sequence number 1234)\n"
+        "- the default group: called 1,234, completed 1,233\n" in text
+    )
+    assert "\n- 1 more group\n" in text
+
+
+def test_what_several_ranks_observed_alike_is_told_once() -> None:
+    alike = [Evidence(source="stack", rank=rank, text="Is in a collective.") for rank in (1, 2, 3)]
+    told = with_first(evidence=(*alike, Evidence(source="stack", rank=0, text="Is in user code.")))
+    text = render_text(told)
+    assert text.count("Is in a collective.") == 1 and "   - [stack, ranks 1-3] Is in a collective.\n" in text
+    assert "  because: [stack, ranks 1-3] Is in a collective." in render_short(told).splitlines()
+
+
+def test_the_report_says_when_it_was_and_in_which_job() -> None:
+    base = diagnosis()
+    assert "That was" not in render_text(base)
+    opened = replace(base.job.incident, opened_ns=1_795_794_732_293_934_936)
+    told = render_text(replace(base, job=replace(base.job, incident=opened, launch="SLURM job 4711")))
+    assert "That was on 27 November 2026, 15:52:12 UTC, in SLURM job 4711." in " ".join(told.split())
+
+
+def test_a_rank_that_raised_did_not_stand_still_and_its_stack_is_that_of_the_exception() -> None:
+    base = diagnosis()
+    raised = ExceptionFacts(type="KeyError", message="'label'", stack=(Frame(file=LIBRARY, line=9, function="read"),))
+    now = replace(facts(0), progress=replace(facts(0).progress, idle_s=0.0), exception=raised)
+    text = render_text(replace(base, job=replace(base.job, ranks=(now, *base.job.ranks[1:]))))
+    assert "Rank 0: raised KeyError; phase train, batch 118 of epoch 2" in text
+    title = "Stack of rank 0, where KeyError was raised"
+    assert f"\n{title}\n{'-' * len(title)}\n  torch/utils/data.py:9 in read\n(Outermost call first." in text
+    assert text.count("> marks your own code") == 1
+
+
+LIBRARY = "/home/me/venv/lib/python3.11/site-packages/torch/utils/data.py"
+
+
+@pytest.mark.parametrize("width", range(40, 61))
+def test_a_number_and_its_unit_stay_on_one_line(width: int) -> None:
+    text = "It has waited for 4 min 12 s with 310.7 MB resident, growing by 3.4 MB/s, in 39 % of 2 h 5 min, 1 m away."
+    lines = wrapped(text, width=width).splitlines()
+    assert " ".join(lines) == text and max(map(len, lines)) <= width
+    assert not any(re.match(r"(?:min|s|h|MB|%|12 s|5 min)\b", line) for line in lines[1:])
 
 
 def test_a_deep_stack_is_truncated() -> None:

@@ -54,7 +54,7 @@ def test_an_epoch_that_may_never_begin_has_no_batch(phase: Phase, words: str) ->
 def test_a_rank_that_has_finished_is_not_in_anything() -> None:
     facts = scenes.short_rank_finished(GLOO)
     finished = next(line for line in rank_table(facts) if "phase finished" in line)
-    assert finished.endswith("; has finished")
+    assert finished.startswith("Rank 1: has finished;") and "batch" not in finished
     assert not any("is in finished" in line for line in rank_table(facts))
 
 
@@ -63,8 +63,8 @@ def test_a_rank_that_has_raised_is_not_said_to_be_in_the_guards_own_wait() -> No
     raised = "Raised RuntimeError at train.py:57 in training_step, batch 11 of epoch 0."
     assert not any("no progress for" in line for line in rank_table(call_scenes.overrun_rank(GLOO)) if "raised" in line)
     assert raised in texts(finding, "phase") and not any("rendezvous" in text for text in texts(finding, "stack"))
-    lines = [line for line in rank_table(call_scenes.overrun_rank(GLOO)) if line.endswith("; raised RuntimeError")]
-    assert lines and all("train.py:57 in training_step; " in line for line in lines)
+    lines = [line for line in rank_table(call_scenes.overrun_rank(GLOO)) if ": raised RuntimeError;" in line]
+    assert lines and all(line.endswith("train.py:57 in training_step") for line in lines)
 
 
 def skipped(count: int, *, by_others: int = 0) -> Finding:

@@ -1,12 +1,12 @@
 """The answer on the page: causes with their evidence, each piece linked to the facts it comes from."""
 
-from collections import defaultdict
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning_ncclsafe.facts import Frame, RankFacts
-from lightning_ncclsafe.facts.findings import Diagnosis, Evidence, Finding
-from lightning_ncclsafe.report.ranks import is_compared, is_recorded, without_repeats
+from lightning_ncclsafe.facts.findings import Diagnosis, Finding
+from lightning_ncclsafe.report.observations import observed
+from lightning_ncclsafe.report.ranks import hosts_words, is_compared, is_recorded, without_repeats
 from lightning_ncclsafe.rules.common_paths import with_common_paths
 from lightning_ncclsafe.rules.kit.sentences import others_wait
 from lightning_ncclsafe.rules.kit.timeline import Timeline
@@ -18,8 +18,6 @@ Place = Callable[[int, str], str]
 
 # A longer one takes more than two lines on a phone.
 _LONGEST_PLACE = 72
-# The most hosts to name.
-_MOST_HOSTS = 2
 # Tables of all ranks, for observations about several.
 _TABLES = {"flight recorder": "groups", "counters": "groups", "host": "hosts", "loader": "data-1"}
 
@@ -52,6 +50,7 @@ class Cause:
         alike: Other ranks with the same finding; empty if there are none.
         place: Its location, a long path shortened.
         code: The line at its location, if the source was readable.
+        decided_at: What decides that it happens there, if that is another line; a long path shortened.
         waits: Who waits, and in what; empty if nobody does, or that is unknown.
         evidence: How we know.
     """
@@ -62,6 +61,7 @@ class Cause:
     alike: str
     place: str
     code: str
+    decided_at: str
     waits: str
     evidence: tuple[Observation, ...]
 
@@ -83,6 +83,7 @@ def causes_of(diagnosis: Diagnosis, view: Timeline, place: Place, tables: Contai
             alike=ranks_words(alike) if alike else "",
             place=_short_place(finding.location),
             code=_code(seen, finding),
+            decided_at=_short_place(finding.decided_at) if finding.decided_at != finding.location else "",
             waits="" if is_compared(diagnosis.job) else _waits(view, finding),
             evidence=tuple(_observations(finding, place, tables)),
         )
@@ -93,11 +94,10 @@ def causes_of(diagnosis: Diagnosis, view: Timeline, place: Place, tables: Contai
 def _process(view: Timeline, ranks: Sequence[int]) -> str:
     """``"process 4711 on node-3"``, ``"on node-3, node-4"``, ``"on 64 hosts"``."""
     facts = [view.facts[rank] for rank in ranks if rank in view.facts]
-    hosts = [*dict.fromkeys(one.host for one in facts if one.host)]
     pids = [one.pid for one in facts if one.pid] or [
         view.witnesses[rank].pid for rank in ranks if rank in view.witnesses
     ]
-    where = f"on {', '.join(hosts) if len(hosts) <= _MOST_HOSTS else f'{len(hosts)} hosts'}" if hosts else ""
+    where = hosts_words(one.host for one in facts)
     return " ".join(filter(None, [f"process {pids[0]}" if len(ranks) == len(pids) == 1 else "", where]))
 
 
@@ -122,15 +122,12 @@ def _waits(view: Timeline, finding: Finding) -> str:
 
 def _observations(finding: Finding, place: Place, tables: Container[str]) -> Iterator[Observation]:
     """The evidence of a finding; equal observations on several ranks appear once."""
-    alike: dict[tuple[str, str], list[Evidence]] = defaultdict(list)
-    for evidence in finding.evidence:
-        alike[evidence.source, evidence.text].append(evidence)
-    for (source, text), observed in alike.items():
-        made_on = [evidence.rank for evidence in observed if evidence.rank is not None]
-        link = next((place(rank, source) for rank in made_on or finding.ranks[:1]), "")
-        if not made_on and (table := _TABLES.get(source, "")) in tables:
+    for one in observed(finding.evidence):
+        link = next((place(rank, one.source) for rank in one.ranks or finding.ranks[:1]), "")
+        if not one.ranks and (table := _TABLES.get(one.source, "")) in tables:
             link = table
-        yield Observation(source=source, text=text, ranks=ranks_words(made_on) if made_on else "", link=link)
+        ranks = ranks_words(one.ranks) if one.ranks else ""
+        yield Observation(source=one.source, text=one.text, ranks=ranks, link=link)
 
 
 def _code(seen: Mapping[int, RankFacts], finding: Finding) -> str:

@@ -5,7 +5,7 @@ has all.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import Field, dataclass, fields, is_dataclass
 from datetime import datetime, timezone
 from enum import Enum
 from typing import Any
@@ -14,7 +14,6 @@ from lightning_ncclsafe.facts import Frame, RankFacts
 from lightning_ncclsafe.facts.findings import Diagnosis
 from lightning_ncclsafe.report.ranks import RankStates
 from lightning_ncclsafe.report.tables.data import rank_numbers
-from lightning_ncclsafe.rules.kit.sentences import batch_words
 from lightning_ncclsafe.rules.kit.wording import capitalised, duration_words, ranks_words, short_location, size_words
 
 _LONGEST = 2_000
@@ -97,7 +96,7 @@ def _listed(name: str, items: tuple[Any, ...]) -> str:
     if items and isinstance(items[0], Frame):
         inner = " ← ".join(short_location(frame) for frame in reversed(items[-_MOST_FRAMES:]))
         return inner if len(items) <= _MOST_FRAMES else f"{inner} ← {len(items) - _MOST_FRAMES} more"
-    if items and isinstance(items[0], tuple):
+    if items and isinstance(items[0], tuple) and name.endswith("sizes"):
         # Shapes.
         return ", ".join(" \u00d7 ".join(map(str, shape)) or "1" for shape in items[:_MOST_LISTED])
     shown = [value_words(name, item) for item in items[:_MOST_LISTED]]
@@ -108,17 +107,24 @@ def _listed(name: str, items: tuple[Any, ...]) -> str:
 def pairs(facts: Any, prefix: str = "") -> Iterator[tuple[str, Any, str]]:
     """Name, value and words of every field that means something; nested ones follow their own name."""
     for field in fields(facts):
-        value = getattr(facts, field.name)
+        value = _known(facts, field)
         if is_dataclass(value) and not isinstance(value, Frame):
             yield from pairs(value, f"{prefix}{label_of(field.name)}: ")
         elif words := value_words(field.name, value):
             yield f"{prefix}{label_of(field.name)}", value, words
 
 
+def _known(facts: Any, field: Field[Any]) -> Any:
+    """The value of a field; None for the number that stands for none or unknown."""
+    value = getattr(facts, field.name)
+    return None if value == -1 and field.default == -1 else value
+
+
 def table_of(items: tuple[Any, ...], leave_out: frozenset[str] = frozenset()) -> tuple[list[str], list[list[str]]]:
     """Titles and rows for facts of one kind, without empty columns."""
-    names = [field.name for field in fields(items[0]) if field.name not in leave_out]
-    rows = [[value_words(name, getattr(item, name)) for name in names] for item in items]
+    shown = [field for field in fields(items[0]) if field.name not in leave_out]
+    names = [field.name for field in shown]
+    rows = [[value_words(field.name, _known(item, field)) for field in shown] for item in items]
     kept = [column for column in range(len(names)) if any(row[column] for row in rows)]
     return [label_of(names[column]) for column in kept], [[row[column] for column in kept] for row in rows]
 
@@ -264,7 +270,7 @@ def _row(alike: RankStates, rank: int, full: int | None) -> Row:
     cells = (
         facts.host,
         str(facts.pid or ""),
-        f"{facts.progress.phase.value}, {batch_words(facts.progress)}",
+        ", ".join(filter(None, [facts.progress.phase.value, alike.batch(rank)])),
         duration_words(facts.progress.idle_s),
         capitalised(alike.states[rank]),
     )

@@ -7,7 +7,6 @@ import base64
 import hashlib
 import time
 from collections.abc import Callable, Iterator
-from datetime import datetime, timezone
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -19,12 +18,21 @@ from lightning_ncclsafe.facts.findings import Diagnosis
 from lightning_ncclsafe.report.html.answer import causes_of
 from lightning_ncclsafe.report.html.facts import raw_facts, silent_words
 from lightning_ncclsafe.report.html.picture import picture
-from lightning_ncclsafe.report.html.stacks import short_path, stacks_of
+from lightning_ncclsafe.report.html.stacks import stacks_of
 from lightning_ncclsafe.report.html.tables import tables_of
-from lightning_ncclsafe.report.lines import safe
-from lightning_ncclsafe.report.ranks import RankStates, is_compared, is_recorded, recorded_table
+from lightning_ncclsafe.report.json import plan_words
+from lightning_ncclsafe.report.lines import glued, moment_words, safe
+from lightning_ncclsafe.report.ranks import (
+    RankStates,
+    is_compared,
+    is_recorded,
+    named_ranks,
+    recorded_table,
+    short_path,
+)
 from lightning_ncclsafe.report.text import answer_lines, incident_words, nothing_found
 from lightning_ncclsafe.rules.kit.timeline import Timeline
+from lightning_ncclsafe.rules.planning import next_start
 
 _FOLDER = Path(__file__).parent
 _PAGE = "page.html.jinja"
@@ -62,13 +70,14 @@ def _shown(diagnosis: Diagnosis) -> Iterator[tuple[str, Any]]:
     job, view = diagnosis.job, Timeline(diagnosis.job)
     hangs, alike = not is_compared(job), RankStates(view)
     yield "incident", job.incident
-    yield "began", _moment(job.incident.opened_ns)
+    yield "began", moment_words(job.incident.opened_ns)
+    yield "next_start", plan_words(start) if (start := next_start(diagnosis)) else ""
     yield "launch", job.launch
     yield "opening", incident_words(diagnosis)
     yield "nothing", "" if diagnosis.findings else nothing_found(diagnosis)
     yield "unanswered", diagnosis.unanswered
     yield "picture", picture(diagnosis, alike) if hangs else None
-    yield "recorded", list(recorded_table(job)) if is_recorded(job) else []
+    yield "recorded", list(recorded_table(job, named_ranks(diagnosis))) if is_recorded(job) else []
     stacks = stacks_of(diagnosis) if hangs else None
     yield "stacks", stacks
     facts = raw_facts(diagnosis, alike, stacks.number_of if stacks else {})
@@ -81,13 +90,6 @@ def _shown(diagnosis: Diagnosis) -> Iterator[tuple[str, Any]]:
     yield "silent", list(silent_words(alike))
     yield "style", _style()
     yield "style_hash", base64.b64encode(hashlib.sha256(_style().encode()).digest()).decode()
-
-
-def _moment(ns: int) -> str:
-    try:
-        return f"{datetime.fromtimestamp(ns / 1e9, tz=timezone.utc):%-d %B %Y, %H:%M:%S} UTC" if ns else ""
-    except (OverflowError, ValueError, OSError):
-        return ""
 
 
 @lru_cache(maxsize=1)
@@ -114,7 +116,7 @@ def _style() -> Markup:
 
 def _prose(text: str) -> Markup:
     """A sentence, with code between backticks marked up."""
-    parts = safe(text).split("`")
+    parts = glued(safe(text), "\u00a0").split("`")
     if len(parts) % 2 == 0:
         return escape("`".join(parts))
     marked = (

@@ -5,12 +5,12 @@ Places on the axis of time are percentages of its width, so the picture fits any
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from lightning_ncclsafe.facts import RankFacts
 from lightning_ncclsafe.facts.findings import Diagnosis
-from lightning_ncclsafe.report.ranks import RankStates, idle_words, is_recorded
+from lightning_ncclsafe.report.ranks import RankStates, is_recorded
 from lightning_ncclsafe.rules.kit.activity import hook_words
-from lightning_ncclsafe.rules.kit.sentences import batch_words
 from lightning_ncclsafe.rules.kit.wording import call_words, capitalised, duration_words, ranks_words, short_location
 
 # The time shown before the standstill, as a share of its length.
@@ -186,9 +186,9 @@ def _lane(alike: RankStates, axis: Axis, ranks: tuple[int, ...], is_named: bool)
     view = alike.view
     facts, doing = view.facts[ranks[0]], view.activities[ranks[0]]
     is_seen = not is_recorded(view.job)
-    does = ", no progress for ".join(filter(None, [alike.states[ranks[0]], idle_words(view, ranks) if is_seen else ""]))
-    where = ", ".join(filter(None, [doing.hook, batch_words(facts.progress)])) if is_seen else ""
-    frames = {frame for rank in ranks if (frame := view.activities[rank].frame) is not None}
+    does = ", ".join(filter(None, [alike.state(ranks), alike.standstill(ranks) if is_seen else ""]))
+    where = ", ".join(filter(None, [doing.hook, alike.batch(ranks[0]), alike.hosts(ranks)])) if is_seen else ""
+    frames = {frame for rank in ranks if (frame := alike.place(rank)) is not None}
     line = f"{len(frames)} different lines" if len(frames) > 1 else "".join(map(short_location, frames))
     stop_ns = last_progress_ns(facts, axis.end_ns)
     called_ns = (call.created_ns for call in facts.collectives if call.completed)
@@ -225,10 +225,7 @@ def _waits(facts: RankFacts, axis: Axis) -> Iterator[Bar]:
 
 def _silent_lanes(alike: RankStates, named: set[int]) -> Iterator[Lane]:
     """Lanes of ranks that did not answer, with what others saw of them; equal ones together."""
-    groups: dict[str, list[int]] = {}
-    for rank in alike.view.silent:
-        groups.setdefault(alike.silence(rank), []).append(rank)
-    for does, ranks in list(groups.items())[:_MOST_LANES]:
+    for ranks, does in islice(alike.silences(), _MOST_LANES):
         title = capitalised(ranks_words(ranks))
         is_named = bool(named.intersection(ranks))
         yield Lane(ranks=title, does=does, label=f"{title} {does}", is_silent=True, is_named=is_named)

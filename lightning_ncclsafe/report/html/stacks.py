@@ -1,6 +1,5 @@
 """Stacks on the page: each once for all ranks that have it, outliers first, common frames apart."""
 
-import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,6 @@ _FEW_FRAMES = 3
 # The innermost frames show what a rank is doing.
 _INNERMOST = 2
 _PACKAGES = "-packages/"
-_INSTALLED = re.compile(r".*(?:-packages|/lib/python3\.\d+)/")
 # Stacks of awaited threads, and those that other ranks have read: of workers, and of ranks that did not answer.
 _MOST_SEEN = 6
 
@@ -182,8 +180,3 @@ def _package(frame: Frame) -> str:
     if frame.mark:
         return "lightning_ncclsafe"
     return inside.partition("/")[0] if _PACKAGES in path else "Python"
-
-
-def short_path(file: str) -> str:
-    """A library file without the path to all libraries: ``"torch/serialization.py"``, ``"selectors.py"``."""
-    return _INSTALLED.sub("", file.replace("\\", "/"))

@@ -80,17 +80,29 @@ def _group_row(view: Timeline, group: GroupView) -> tuple[str, ...]:
     known = (facts for rank in group.enqueued for facts in view.facts[rank].groups if facts.name == group.name)
     description = next((facts.description for facts in known if facts.description), "")
     called = sorted(group.enqueued.values())
-    calls = (call for rank in group.oldest for call in view.facts[rank].collectives)
-    at = next((call for call in calls if call.group == group.name and call.seq == group.seq), None)
     return (
         f"{group.name} ({description})" if description else group.name,
         rank_numbers(group.members),
         "" if not called else (f"{called[0]}" if called[0] == called[-1] else f"{called[0]} to {called[-1]}"),
         "nothing outstanding" if group.seq is None else f"{group.seq}",
-        call_words(at) if at is not None else "",
+        _called(view, group),
         rank_numbers(group.behind),
         rank_numbers(group.oldest),
     )
+
+
+def _called(view: Timeline, group: GroupView) -> str:
+    """What ranks have called under the number at which a group stands; with the ranks if they differ."""
+    alike: dict[str, list[int]] = defaultdict(list)
+    for rank in group.oldest:
+        calls = view.facts[rank].collectives
+        at = next((call for call in calls if call.group == group.name and call.seq == group.seq), None)
+        if at is not None:
+            alike[call_words(at)].append(rank)
+    if len(alike) < 2:
+        return next(iter(alike), "")
+    ordered = sorted(alike.items(), key=lambda item: (len(item[1]), item[1]))
+    return "; ".join(first_of([f"{words} on {ranks_words(ranks)}" for words, ranks in ordered], _MOST_VALUES))
 
 
 def _compared(name: str, title: str, view: Timeline, named: Sequence[int], part: Callable[[RankFacts], Any]) -> Table:
