@@ -198,7 +198,7 @@ def test_reports_are_diagnosed_again(tmp_path: Path, diagnose: Diagnose) -> None
     (tmp_path / "report.txt").write_text(TIMED_OUT.format(0))
     code, out, err = diagnose(tmp_path)
     assert (code, err) == (0, "")
-    assert "Incident 2: rank 1 made no progress for 30 min 0 s, the limit." in out
+    assert "Incident 2: rank 1 made no progress for 30 min, the limit." in out
     assert "rank-behind" in out.splitlines()[0]
 
 

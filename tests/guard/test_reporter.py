@@ -166,7 +166,7 @@ def test_the_report_at_the_limit_prints_what_is_new_and_is_written_whole(reporte
     assert len(said[0].splitlines()) > 4 and "  remedy: " in said[0]
     still, where, following, closing = said[1].splitlines()
     assert following.startswith("next: stop: ")
-    assert still.startswith(f"still {first.findings[0].rule} after 30 min 0 s, the limit: rank 0")
+    assert still.startswith(f"still {first.findings[0].rule} after 30 min, the limit: rank 0")
     assert (where, closing) == (f"report: {last.folder}", "the run cannot continue, so the guard ends it")
     assert last.folder == first.folder
     report = (Path(last.folder) / "report.txt").read_text()

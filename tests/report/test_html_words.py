@@ -19,7 +19,7 @@ SHAPES = ((3, 224, 224), ())
         ("idle_s", 0.0125, "0.013\u00a0s"),
         ("idle_s", 612.0, "10\u00a0min\u00a012\u00a0s"),
         ("duration_ms", 1.5, "1.500\u00a0ms"),
-        ("timeout_ms", 1_800_000, "30\u00a0min\u00a00\u00a0s"),
+        ("timeout_ms", 1_800_000, "30\u00a0min"),
         ("taken_ns", NOW_NS, "16:34:41.000"),
         ("taken_ns", 0, ""),
         ("taken_ns", 10**40, "1" + "0" * 40),

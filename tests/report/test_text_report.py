@@ -119,7 +119,7 @@ def test_only_news_about_the_same_cause_is_reported() -> None:
     other = replace(later, rule="slow-logger", confidence=Confidence.POSSIBLE, summary="Rank 0 writes logs.")
     told = render_news(replace(AT_LIMIT, findings=(later, other)), diagnosis().findings)
     assert told.splitlines() == [
-        "still rank-zero-only-work after 30 min 0 s, the limit: rank 0 at /home/me/train.py:73 in evaluate",
+        "still rank-zero-only-work after 30 min, the limit: rank 0 at /home/me/train.py:73 in evaluate",
         "  also possible now: slow-logger: Rank 0 writes logs.",
     ]
     assert len(render_news(AT_LIMIT, (later, other)).splitlines()) == 1

@@ -128,7 +128,7 @@ def found(facts: JobFacts) -> dict[str, Finding]:
             scenes.group_with_a_shorter_timeout,
             Confidence.CERTAIN,
             (
-                "gave up waiting after 4.0 s, although the strategy's timeout is 30 min 0 s: group '1' (metrics) has",
+                "gave up waiting after 4.0 s, although the strategy's timeout is 30 min: group '1' (metrics) has",
                 "group '1' (metrics) has its own timeout",
             ),
         ),

@@ -173,7 +173,7 @@ def test_the_holder_of_a_lock_on_another_host_is_unknown_unless_it_is_a_rank() -
     assert first(here, at_lock(1)).rule == "file-lock"
 
 
-@pytest.mark.parametrize(("age_s", "words"), [(7200.0, "the file exists for 2 h 0 min"), (3.0, "the file exists, and")])
+@pytest.mark.parametrize(("age_s", "words"), [(7200.0, "the file exists for 2 h"), (3.0, "the file exists, and")])
 def test_a_lock_file_that_nobody_has_open_may_be_left_behind(age_s: float, words: str) -> None:
     waiting = GLOO.in_barrier(0, "cached", seq=2, **START)
     finding = first(waiting, at_lock(1, by_existence=True, age_s=age_s))

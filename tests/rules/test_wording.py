@@ -37,7 +37,7 @@ def test_ranks(ranks: tuple[int, ...], words: str) -> None:
         (-1, "0.0 s"),
         (0.42, "0.4 s"),
         (9.96, "10 s"),
-        (59.6, "1 min 0 s"),
+        (59.6, "1 min"),
         (252, "4 min 12 s"),
         (7500, "2 h 5 min"),
     ],

@@ -18,6 +18,7 @@ from lightning_ncclsafe.rules.kit import (
     call_location,
     clause,
     collective_words,
+    counted,
     culprits,
     different_counts,
     exception_evidence,
@@ -300,7 +301,7 @@ def _evidence(view: Timeline, ranks: tuple[int, ...]) -> Iterator[Evidence]:
         facts = view.facts[rank]
         yield from exception_evidence(facts)
         if facts.steps.with_backward:
-            text = f"Has made {facts.steps.with_backward} backward passes."
+            text = f"Has made a backward pass in {counted(facts.steps.with_backward, 'batch')}."
             yield Evidence(source="steps", rank=rank, text=text)
         if facts.steps.without_gradient:
             text = f"Has no gradient for {_which(facts.steps.without_gradient, facts)}."

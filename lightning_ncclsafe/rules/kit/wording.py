@@ -51,7 +51,7 @@ def capitalised(text: str) -> str:
 
 
 def duration_words(seconds: float) -> str:
-    """``"0.4 s"``, ``"23 s"``, ``"4 min 12 s"``, ``"2 h 5 min"``."""
+    """``"0.4 s"``, ``"23 s"``, ``"4 min 12 s"``, ``"30 min"``, ``"2 h 5 min"``, ``"2 h"``."""
     seconds = max(seconds, 0.0)
     if seconds < 9.95:
         return f"{seconds:.1f} s"
@@ -59,8 +59,8 @@ def duration_words(seconds: float) -> str:
     if whole < 60:
         return f"{whole} s"
     if whole < 3600:
-        return f"{whole // 60} min {whole % 60} s"
-    return f"{whole // 3600} h {whole % 3600 // 60} min"
+        return f"{whole // 60} min" + (f" {whole % 60} s" if whole % 60 else "")
+    return f"{whole // 3600} h" + (f" {whole % 3600 // 60} min" if whole % 3600 >= 60 else "")
 
 
 def size_words(count: int) -> str:

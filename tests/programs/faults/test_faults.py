@@ -28,14 +28,21 @@ FAULTS = [
 ]
 # Each rank is alone on its host, and its process cannot answer.
 ON_HOSTS = "stopped_by_a_signal-middle-2 on hosts"
+# What starts the ranks ends all of them as soon as one has failed.
+LAUNCHED = ["killed_process-middle-3 by lightning", "exception_in_a_hook-validation-2 by torchrun"]
+# The progress bar and checkpoints make calls of their own at the end of an epoch.
+WITH_DEFAULTS = "logged_metric_with_a_class_fewer-epoch-end-2 with defaults"
 HEALTHY = ["long_first_step-first-step-2", "early_stopping_on_all_ranks-epoch-end-2"]
 # Those that take long wait first.
 FIRST = [(name,) for name in [*HEALTHY, ON_HOSTS]]
 
 
 def run_program(warm: Warm, folder: Path, name: str) -> Outcome:
-    case, _, where = name.partition(" ")
-    return run_case(warm, CASES[case], on_hosts=bool(where))
+    case, _, how = name.partition(" ")
+    launcher = how.removeprefix("by ") if how.startswith("by ") else ""
+    return run_case(
+        warm, CASES[case], on_hosts=how == "on hosts", launcher=launcher, has_defaults=how == "with defaults"
+    )
 
 
 def marked(names: list[str]) -> list[object]:
@@ -54,6 +61,14 @@ def test_a_rank_that_is_alone_on_its_host_is_seen_from_outside(outcome: Outcome)
     if outcome.skipped:
         pytest.skip(outcome.skipped)
     score = score_fault(CASES[ON_HOSTS.partition(" ")[0]], outcome.report, outcome.delay_s)
+    assert score.is_right, (score, outcome.output)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.program(name)) for name in [*LAUNCHED, WITH_DEFAULTS]]
+)
+def test_it_is_named_however_ranks_are_started_and_whatever_the_trainer_has(name: str, outcome: Outcome) -> None:
+    score = score_fault(CASES[name.partition(" ")[0]], outcome.report, outcome.delay_s)
     assert score.is_right, (score, outcome.output)
 
 
