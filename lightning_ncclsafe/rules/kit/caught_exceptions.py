@@ -117,12 +117,16 @@ def raised_at(error: CaughtException) -> Frame | None:
     return deepest_user_frame(error.stack)
 
 
-def handled_at(error: CaughtException) -> Frame | None:
-    """The ``except`` clause that caught it, as a line of the user's; None if it is unknown, or no such clause."""
+def skipped_at(error: CaughtException) -> Frame | None:
+    """The line that made a rank skip what would have followed: the ``except`` clause, or what was raised if unknown.
+
+    If a collective raised it, that collective is what is to be looked at.
+    """
     caught = error.caught_at
     clauses = [one for one in caught.branches if one.on is Decides.EXCEPTION and not one.jump] if caught else []
-    is_except = bool(clauses) and clauses[-1].test.startswith("except")
-    return replace(caught, line=clauses[-1].line) if caught is not None and is_except else None
+    if caught is None or error.passed or not clauses or not clauses[-1].test.startswith("except"):
+        return raised_at(error)
+    return replace(caught, line=clauses[-1].line)
 
 
 def with_caught(findings: Iterable[tuple[Rule[Any], Finding]], job: JobFacts) -> list[Finding]:

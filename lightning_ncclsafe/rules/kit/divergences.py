@@ -12,8 +12,7 @@ from lightning_ncclsafe.rules.kit.caught_exceptions import (
     beyond_try,
     caught_by,
     continued_after_exception,
-    handled_at,
-    raised_at,
+    skipped_at,
     skipped_words,
 )
 from lightning_ncclsafe.rules.kit.exception_messages import is_garbled, is_raised_by_torch_distributed
@@ -257,15 +256,12 @@ def _caller(stack: tuple[Frame, ...]) -> tuple[str, str, int] | None:
 
 
 def continuation(view: Timeline, split: Divergence, ranks: tuple[int, ...]) -> tuple[Frame | None, str]:
-    """The line of an exception that took these ranks past what the others called, and a sentence about it; or None.
-
-    It is the clause that caught the exception. If a collective raised it, that collective is what is to be looked at.
-    """
+    """The line of an exception that took these ranks past what the others called, and a sentence about it; or None."""
     if condition_of(view, ranks[0]) or len(ranks) == len(split.calls):
         return None, ""
     caught = next((one for one in caught_by(view, ranks[0]) if not one.thread), None)
     if caught is not None and continued_after_exception(view, ranks[:1]):
-        return (handled_at(caught) if not caught.passed else None) or raised_at(caught), ""
+        return skipped_at(caught), ""
     beyond, frame = beyond_try(view, split.calls)
     if frame is None or not set(ranks) <= set(beyond):
         return None, ""

@@ -35,9 +35,9 @@ from lightning_ncclsafe.rules.kit import (
     location_of,
     out_of_step,
     place_words,
-    raised_at,
     ranks_words,
     same_purpose,
+    skipped_at,
     stack_of,
     verb,
     was_at_words,
@@ -135,7 +135,7 @@ def _continued(view: Timeline, ranks: tuple[int, ...]) -> Finding:
         ranks,
         text,
         severity=Severity.ERROR,
-        location=location_of(raised_at(caught)) if caught is not None else "",
+        location=location_of(skipped_at(caught)) if caught is not None else "",
         evidence=where_evidence(view, ranks),
     )
 
