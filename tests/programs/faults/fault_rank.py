@@ -7,7 +7,6 @@ from importlib import import_module
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[2]))
-from hosts import become_one_of, wait_for_witnesses
 from training import Here, quick_patience, rank_of_environment
 from truths import all_cases
 
@@ -23,6 +22,9 @@ def main() -> None:
     # What a rank that is killed leaves behind goes with the folder.
     os.environ["TMPDIR"] = tempfile.tempdir = str(root)
     if host := os.environ.get("HOST"):
+        # Only there: its calls that end a process would be found among the user's.
+        from hosts import become_one_of, wait_for_witnesses
+
         become_one_of(host, root)
         wait_for_witnesses()
     # The import of the package does it; a fork of a program that had imported it before it was a rank has to.
