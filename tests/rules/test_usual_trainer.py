@@ -25,7 +25,7 @@ from lightning_ncclsafe.rules.kit.timeline import timeline
 
 GATHERS = {"op": "all_gather", "sizes": ((1,),), "outstanding": 1, "seq": 16}
 TRAINER = TrainerFacts(settings={"num_sanity_val_steps": "2"}, batches_begun=0, end=LoopEnd.DATA)
-CHECKPOINT = "[Callback]ModelCheckpoint{{'monitor': {}, 'mode': 'min'}}.on_train_epoch_end"
+CHECKPOINT = "[Callback]{}{{'monitor': {}, 'mode': 'min'}}.on_train_epoch_end"
 SAVES = (
     Frame(file=f"{SITE}/lightning/pytorch/callbacks/model_checkpoint.py", line=493, function="on_train_epoch_end"),
     Frame(file=f"{SITE}/lightning/pytorch/strategies/parallel.py", line=109, function="reduce_boolean_decision"),
@@ -100,21 +100,22 @@ def test_the_end_of_an_epoch_follows_its_validation() -> None:
     assert (first(facts).rule, first(facts).ranks) == ("uneven-batches", (1,))
 
 
-def at_checkpoint(rank: int, *, monitor: str, world: int) -> RankFacts:
+def at_checkpoint(rank: int, *, monitor: str, world: int, kind: str = "ModelCheckpoint") -> RankFacts:
     """In a collective that ModelCheckpoint makes at the end of an epoch."""
-    name = CHECKPOINT.format(monitor)
+    name = CHECKPOINT.format(kind, monitor)
     facts = GLOO.rank(rank, *SAVES, ALL_REDUCE, seq=16, outstanding=1, op="all_reduce", sizes=((1,),), world=world)
     progress = replace(facts.progress, actions=(Action(name=name, for_s=23.0),), is_last_batch=True)
     return replace(facts, progress=progress, trainer=TRAINER)
 
 
+@pytest.mark.parametrize("kind", ["ModelCheckpoint", "LastCheckpoint"])
 @pytest.mark.parametrize(("monitor", "ranks"), [("None", (0,)), ("'val_loss'", (0, 1))])
-def test_a_checkpoint_without_a_monitor_is_saved_on_all_ranks(monitor: str, ranks: tuple[int, ...]) -> None:
+def test_a_checkpoint_without_a_monitor_is_saved_on_all_ranks(monitor: str, ranks: tuple[int, ...], kind: str) -> None:
     """Rank 0 is in a call of the user's; one that monitors a value decides on each rank whether it saves."""
     line = user("on_train_epoch_end", 74)
     own = GLOO.rank(0, line, ALL_REDUCE, seq=16, outstanding=1, op="all_reduce", sizes=((11,),), last=True, world=2)
     own = replace(own, trainer=TRAINER)
-    finding = first(job(own, at_checkpoint(1, monitor=monitor, world=2), world=2))
+    finding = first(job(own, at_checkpoint(1, monitor=monitor, world=2, kind=kind), world=2))
     assert finding.ranks == ranks
     assert finding.location == f"{USER_FILE}:74 in on_train_epoch_end"
 
