@@ -120,9 +120,13 @@ def raised_at(error: CaughtException) -> Frame | None:
 def handled_at(error: CaughtException) -> Frame | None:
     """The ``except`` clause that caught it, as a line of the user's; None if it is unknown, or no such clause."""
     caught = error.caught_at
-    clauses = [one for one in caught.branches if one.on is Decides.EXCEPTION and not one.jump] if caught else []
+    if caught is None:
+        return None
+    around = [one for one in caught.branches if one.on is Decides.EXCEPTION and not one.jump]
+    # The line is in the clause's block; the clauses of a `try` in there come after it.
+    clauses = [one for one in around if one.line <= caught.line]
     is_except = bool(clauses) and clauses[-1].test.startswith("except")
-    return replace(caught, line=clauses[-1].line) if caught is not None and is_except else None
+    return replace(caught, line=clauses[-1].line) if is_except else None
 
 
 def with_caught(findings: Iterable[tuple[Rule[Any], Finding]], job: JobFacts) -> list[Finding]:
