@@ -20,7 +20,7 @@ from lightning_ncclsafe.facts import (
     ThreadLockFacts,
     TrainerFacts,
 )
-from lightning_ncclsafe.rules.kit.positions import out_of_data_first
+from lightning_ncclsafe.rules.kit.positions import out_of_data_first, positions
 from lightning_ncclsafe.rules.kit.timeline import timeline
 
 GATHERS = {"op": "all_gather", "sizes": ((1,),), "outstanding": 1, "seq": 16}
@@ -98,6 +98,24 @@ def test_the_end_of_an_epoch_follows_its_validation() -> None:
     facts = job(still, saves, world=2)
     assert out_of_data_first(timeline(facts)) == (1,)
     assert (first(facts).rule, first(facts).ranks) == ("uneven-batches", (1,))
+
+
+METRICS = Frame(file=f"{SITE}/lightning/pytorch/loops/fit_loop.py", line=497, function="on_advance_end")
+
+
+def test_the_metrics_of_an_epoch_are_reduced_after_its_validation_and_its_hooks() -> None:
+    """Lightning shows no hook then, and rank 1 is no further than rank 2, which is in one."""
+    still = validating(0, validated=2, batch=2, world=3, phase=Phase.VALIDATE)
+    reduces = GLOO.rank(1, METRICS, ALL_REDUCE, seq=16, outstanding=1, op="all_reduce", sizes=((1,),), world=3)
+    reduces = replace(reduces, trainer=replace(TRAINER, validated=2), steps=StepFacts(validated=2))
+    saves = at_checkpoint(2, monitor="None", world=3)
+    saves = replace(saves, trainer=reduces.trainer, steps=reduces.steps)
+    facts = job(still, reduces, saves, world=3)
+    assert out_of_data_first(timeline(facts)) == (1, 2)
+    places = positions(timeline(facts))
+    assert places[1][:2] == places[2][:2]
+    said = [item.text for item in first(facts).evidence if item.source == "phase" and item.rank in (None, 1, 2)]
+    assert any(text.endswith("This was its last batch.") for text in said)
 
 
 def at_checkpoint(rank: int, *, monitor: str, world: int, kind: str = "ModelCheckpoint") -> RankFacts:

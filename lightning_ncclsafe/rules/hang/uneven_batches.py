@@ -240,6 +240,7 @@ def _evidence(view: Timeline) -> Iterator[Evidence]:
     alike = ranks_by({rank: (position, lengths.get(rank)) for rank, position in positions(view).items()})
     for (position, length), ranks in sorted(alike.items(), key=lambda item: item[1])[:16]:
         has = f"; its loader has {length} batches" if length is not None else ""
-        text = f"{capitalised(ranks_words(ranks))}: {batch_words(view.facts[ranks[0]].progress)}{has}."
-        last = " This was its last batch." if position.stage == 1 else ""
+        progress = view.facts[ranks[0]].progress
+        text = f"{capitalised(ranks_words(ranks))}: {batch_words(progress)}{has}."
+        last = " This was its last batch." if position.is_past_training and not progress.is_between_epochs else ""
         yield evidence_about(ranks, "phase", text + last)
