@@ -216,6 +216,10 @@ def test_a_logger_that_waits_for_its_own_process_is_to_let_that_one_finish() -> 
     [
         ("if HOST.fullmatch(word):", "matching of regular expressions"),
         ("value = base**value", "arithmetic of whole numbers"),
+        ("value = (base) ** exponents[0]", "arithmetic of whole numbers"),
+        ("loss = extension.run(batch, **options)", ""),
+        ("loss = extension.run(**options)", ""),
+        ("scaled = torch.pow(weights, 2)", ""),
         ("extension.run()", ""),
     ],
 )
