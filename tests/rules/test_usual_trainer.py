@@ -100,6 +100,19 @@ def test_the_end_of_an_epoch_follows_its_validation() -> None:
     assert (first(facts).rule, first(facts).ranks) == ("uneven-batches", (1,))
 
 
+@pytest.mark.parametrize(("had", "short"), [(2, (1,)), (3, ())])
+def test_a_rank_that_trains_on_after_a_validation_within_an_epoch_is_ahead(had: int, short: tuple[int, ...]) -> None:
+    """Rank 0 waits in the third batch of a validation in the middle of an epoch."""
+    still = validating(0, validated=2, batch=2, world=2, phase=Phase.VALIDATE)
+    still = replace(still, trainer=replace(TRAINER, validated=2, batches_begun=50))
+    on = GLOO.waiting(1, seq=17, batch=50, world=2)
+    on = replace(on, trainer=replace(TRAINER, validated=had, batches_begun=51), steps=StepFacts(validated=had))
+    facts = job(still, on, world=2)
+    assert out_of_data_first(timeline(facts)) == short
+    told = "Rank 1 has run out of data (it is at batch 50 of epoch 0) while rank 0 is still in batch 2 of epoch 0"
+    assert first(facts).summary.startswith(told) == bool(short)
+
+
 METRICS = Frame(file=f"{SITE}/lightning/pytorch/loops/fit_loop.py", line=497, function="on_advance_end")
 
 

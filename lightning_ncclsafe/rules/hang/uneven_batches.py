@@ -212,7 +212,10 @@ def _ended(view: Timeline, short: tuple[int, ...]) -> str:
         counts = batches_through_epoch(view)
         most = max(counts.values())
         return f"after {counts[rank]} batches by the end of epoch {progress.epoch - 1}; others had {most}"
-    if progress.phase not in _TRAINING or (is_in_another and not is_counted):
+    # It has less of the validation that others are in: its batches of training say nothing about that.
+    others = {facts.progress.phase for other, facts in view.facts.items() if other not in short}
+    is_past_validation = progress.phase is Phase.TRAIN and Phase.VALIDATE in others
+    if progress.phase not in _TRAINING or is_past_validation or (is_in_another and not is_counted):
         return f"it is{'' if progress.is_between_epochs else ' at'} {batch_words(progress)}"
     # A loader may yield fewer batches than its length.
     count = _lengths(view).get(rank, progress.batch_idx + 1) if is_counted else progress.batch_idx + 1

@@ -113,6 +113,8 @@ def out_of_data_first(view: Timeline) -> tuple[int, ...]:
     first, last = min(places.values()), max(places.values())
     ended = tuple(rank for rank, place in places.items() if place != first)
     still = tuple(rank for rank, place in places.items() if place == first)
+    if _validates_before(view, ended, still):
+        return () if _validated_it(view, still, ended) else still
     # Some rank must still be in batches. A rank that is a batch ahead in the same epoch has skipped a collective.
     if first[1] == _PAST_VALIDATION and _validated_less(view, ended, still):
         return ended
@@ -283,6 +285,21 @@ def _validated_less(view: Timeline, ended: tuple[int, ...], still: tuple[int, ..
 
 def _ends_validated_batch(progress: Progress) -> bool:
     return any(hook_words(action.name).endswith("on_validation_batch_end") for action in progress.actions)
+
+
+def _validates_before(view: Timeline, validating: tuple[int, ...], training: tuple[int, ...]) -> bool:
+    """Whether ranks are in a validation within an epoch, and the others train on after it (``val_check_interval``)."""
+    phases = {rank: facts.progress.phase for rank, facts in view.facts.items()}
+    are_apart = {phases[rank] for rank in validating} == {Phase.VALIDATE}
+    are_apart = are_apart and {phases[rank] for rank in training} == {Phase.TRAIN}
+    if not are_apart or not view.trainers.keys() >= {*validating, *training}:
+        return False
+    begun = {rank: trainer.batches_begun for rank, trainer in view.trainers.items()}
+    # Otherwise, those may not validate at all, and these have ended their epoch early.
+    made = {rank: facts.steps.validated for rank, facts in view.facts.items()}
+    before = max(0, *(made[rank] - view.facts[rank].progress.batch_idx - 1 for rank in validating))
+    have_validated = min(made[rank] for rank in training) > before
+    return have_validated and max(begun[rank] for rank in validating) < min(begun[rank] for rank in training)
 
 
 def _validated_it(view: Timeline, ended: tuple[int, ...], still: tuple[int, ...]) -> bool:
