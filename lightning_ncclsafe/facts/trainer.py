@@ -238,8 +238,8 @@ class StepFacts:
         metrics: Metrics of the model: the first 64.
         reducing: The logged key that is being reduced now; empty if none is.
         peer: Global rank that this one sends to or receives from now; -1 if unknown.
-        awaited: ``"send"`` and ``"recv"``, as far as the operation, or one of those in a list, that the main thread has
-            called ``wait`` of is such a one; empty if it is not known to be.
+        awaited: ``"send"``, ``"recv"`` or both: what the main thread waits for, by the variable whose ``wait`` it has
+            called; both for an item of a list that has both. Empty for any other operation, and if unknown.
         begun_at: ``"file:line in exchange"``: where that operation was begun; empty if unknown.
         root: Source or destination of the broadcast, scatter, gather or reduce that the main thread is in: its number
             within the group; -1 if unknown.

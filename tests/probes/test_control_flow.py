@@ -9,6 +9,7 @@ import pytest
 from lightning_ncclsafe.facts import Decides
 from lightning_ncclsafe.probes.source import control_flow
 from lightning_ncclsafe.probes.source.control_flow import Around, ControlFlow
+from lightning_ncclsafe.probes.source.syntax import without_comment
 
 
 def around(source: str) -> Around:
@@ -707,3 +708,18 @@ def test_threads_that_ask_at_once_get_the_same_answer(monkeypatch: pytest.Monkey
     monkeypatch.setattr(control_flow, "given_beside_none", disturbed)
     assert seen == [] and flow.around(10).rank_condition == "if self.writer is not None:  (line 9)"
     assert seen == [flow.around(10)]
+
+
+@pytest.mark.parametrize(
+    ("line", "code"),
+    [
+        ("    if ready:  # on all ranks", "if ready:"),
+        ("if word == '# 1':", "if word == '# 1':"),
+        ("it's # 1 of 2", "it's # 1 of 2"),
+        ('words = """one # 1', 'words = """one # 1'),
+        ("while look(  # for it", "while look("),
+    ],
+    ids=["a comment", "in a string", "within a string", "the beginning of a string", "an open bracket"],
+)
+def test_a_comment_is_no_part_of_a_line(line: str, code: str) -> None:
+    assert without_comment(line) == code

@@ -204,6 +204,11 @@ def test_code_in_sentences_is_marked_and_a_lone_backtick_is_not() -> None:
     assert "a ` &lt;b&gt;" in render_html(with_first(summary="a ` <b>"))
 
 
+def test_a_number_stays_with_its_unit_except_in_code_which_may_be_copied() -> None:
+    shown = render_html(with_first(summary="Took 5 s in `timeout 7 s`"))
+    assert "5\u00a0s in <code>timeout 7 s</code>" in shown
+
+
 def test_what_decided_and_what_is_next_are_on_the_page_as_in_the_text() -> None:
     decided = "/home/me/train.py:70 in evaluate"
     told = with_first(decided_at=decided, plan=Plan.STOP)

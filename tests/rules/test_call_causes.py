@@ -1292,6 +1292,14 @@ def test_an_error_of_lightning_that_names_a_key_has_the_line_that_logs_it() -> N
     assert missed(scheduler).remedy.startswith("Correct the RuntimeError")
 
 
+def test_a_key_that_no_rank_has_logged_is_not_left_out_by_one_ranks_data() -> None:
+    steps = StepFacts(unmonitored=(DICE,))
+    ranks = (raised(GLOO.working(n, seq=60, world=2), "RuntimeError", MISSED, RUN, EARLY_STOPPING) for n in (0, 1))
+    finding = found(job(*(replace(one, steps=steps) for one in ranks), world=2))["failed-rank"]
+    assert (finding.ranks, finding.location) == ((0, 1), DICE.place)
+    assert finding.remedy.startswith("Correct the RuntimeError")
+
+
 @pytest.mark.parametrize(
     ("message", "name", "stack", "location"),
     [

@@ -136,6 +136,14 @@ def test_the_clause_that_caught_an_exception_is_the_line_to_look_at(clause: str,
     assert (finding.rule, finding.location) == ("diverged-collectives", f"{USER_FILE}:{line}")
 
 
+def test_a_clause_of_what_is_tried_in_the_block_has_not_caught_it() -> None:
+    within = Branch(line=45, test="except ValueError:  (line 45)", on=Decides.EXCEPTION, until=49)
+    tried = Branch(line=48, test="except OSError:  (line 48)", on=Decides.EXCEPTION, until=47)
+    caught_at = replace(user("average", 47), branches=(within, tried))
+    finding = first(rank_that_skipped(GLOO, caught=(replace(NO_FACES, caught_at=caught_at),)))
+    assert finding.location == f"{USER_FILE}:45 in average"
+
+
 def test_of_two_ranks_the_one_beyond_a_try_may_have_skipped_its_body() -> None:
     finding = first(rank_that_skipped(GLOO, handled=True))
     assert (finding.rule, finding.ranks) == ("diverged-collectives", (1,))

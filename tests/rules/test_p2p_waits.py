@@ -236,6 +236,7 @@ def test_operations_that_are_known_to_be_sends_or_receives_are_told_where_they_b
     finding = first(job(*exchanging(*kinds), world=3))
     assert (finding.rule, finding.ranks) == ("unmatched-p2p", tuple(range(len(kinds))))
     assert words in finding.summary and finding.location == f"{USER_FILE}:70 in hand_over"
+    assert not [one for one in finding.evidence if one.source == "flight recorder"], "it has no entry of that group"
 
 
 def test_what_began_at_different_lines_is_told_where_ranks_wait() -> None:

@@ -112,7 +112,7 @@ def compiling(**more: object) -> Finding:
 
 def test_who_compiles_again_is_told_about_shapes_and_not_about_caches() -> None:
     assert "TORCHINDUCTOR_CACHE_DIR" in compiling().remedy
-    assert compiling(steps=StepFacts(with_backward=5)).remedy.startswith("It has trained before")
+    assert compiling(steps=StepFacts(with_backward=5)).remedy.startswith("Batches were trained on before")
 
 
 def logging(*frames: object) -> Finding:
@@ -216,6 +216,10 @@ def test_a_logger_that_waits_for_its_own_process_is_to_let_that_one_finish() -> 
     [
         ("if HOST.fullmatch(word):", "matching of regular expressions"),
         ("value = base**value", "arithmetic of whole numbers"),
+        ("value = (base) ** exponents[0]", "arithmetic of whole numbers"),
+        ("loss = extension.run(batch, **options)", ""),
+        ("loss = extension.run(**options)", ""),
+        ("scaled = torch.pow(weights, 2)", ""),
         ("extension.run()", ""),
     ],
 )

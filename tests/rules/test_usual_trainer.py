@@ -20,12 +20,12 @@ from lightning_ncclsafe.facts import (
     ThreadLockFacts,
     TrainerFacts,
 )
-from lightning_ncclsafe.rules.kit.positions import out_of_data_first
+from lightning_ncclsafe.rules.kit.positions import out_of_data_first, positions
 from lightning_ncclsafe.rules.kit.timeline import timeline
 
 GATHERS = {"op": "all_gather", "sizes": ((1,),), "outstanding": 1, "seq": 16}
 TRAINER = TrainerFacts(settings={"num_sanity_val_steps": "2"}, batches_begun=0, end=LoopEnd.DATA)
-CHECKPOINT = "[Callback]ModelCheckpoint{{'monitor': {}, 'mode': 'min'}}.on_train_epoch_end"
+CHECKPOINT = "[Callback]{}{{'monitor': {}, 'mode': 'min'}}.on_train_epoch_end"
 SAVES = (
     Frame(file=f"{SITE}/lightning/pytorch/callbacks/model_checkpoint.py", line=493, function="on_train_epoch_end"),
     Frame(file=f"{SITE}/lightning/pytorch/strategies/parallel.py", line=109, function="reduce_boolean_decision"),
@@ -100,21 +100,53 @@ def test_the_end_of_an_epoch_follows_its_validation() -> None:
     assert (first(facts).rule, first(facts).ranks) == ("uneven-batches", (1,))
 
 
-def at_checkpoint(rank: int, *, monitor: str, world: int) -> RankFacts:
+@pytest.mark.parametrize(("had", "short"), [(2, (1,)), (3, ())])
+def test_a_rank_that_trains_on_after_a_validation_within_an_epoch_is_ahead(had: int, short: tuple[int, ...]) -> None:
+    """Rank 0 waits in the third batch of a validation in the middle of an epoch."""
+    still = validating(0, validated=2, batch=2, world=2, phase=Phase.VALIDATE)
+    still = replace(still, trainer=replace(TRAINER, validated=2, batches_begun=50))
+    on = GLOO.waiting(1, seq=17, batch=50, world=2)
+    on = replace(on, trainer=replace(TRAINER, validated=had, batches_begun=51), steps=StepFacts(validated=had))
+    facts = job(still, on, world=2)
+    assert out_of_data_first(timeline(facts)) == short
+    told = "Rank 1 has run out of data (it is at batch 50 of epoch 0) while rank 0 is still in batch 2 of epoch 0"
+    assert first(facts).summary.startswith(told) == bool(short)
+
+
+METRICS = Frame(file=f"{SITE}/lightning/pytorch/loops/fit_loop.py", line=497, function="on_advance_end")
+
+
+def test_the_metrics_of_an_epoch_are_reduced_after_its_validation_and_its_hooks() -> None:
+    """Lightning shows no hook then, and rank 1 is no further than rank 2, which is in one."""
+    still = validating(0, validated=2, batch=2, world=3, phase=Phase.VALIDATE)
+    reduces = GLOO.rank(1, METRICS, ALL_REDUCE, seq=16, outstanding=1, op="all_reduce", sizes=((1,),), world=3)
+    reduces = replace(reduces, trainer=replace(TRAINER, validated=2), steps=StepFacts(validated=2))
+    saves = at_checkpoint(2, monitor="None", world=3)
+    saves = replace(saves, trainer=reduces.trainer, steps=reduces.steps)
+    facts = job(still, reduces, saves, world=3)
+    assert out_of_data_first(timeline(facts)) == (1, 2)
+    places = positions(timeline(facts))
+    assert places[1][:2] == places[2][:2]
+    said = [item.text for item in first(facts).evidence if item.source == "phase" and item.rank in (None, 1, 2)]
+    assert any(text.endswith("This was its last batch.") for text in said)
+
+
+def at_checkpoint(rank: int, *, monitor: str, world: int, kind: str = "ModelCheckpoint") -> RankFacts:
     """In a collective that ModelCheckpoint makes at the end of an epoch."""
-    name = CHECKPOINT.format(monitor)
+    name = CHECKPOINT.format(kind, monitor)
     facts = GLOO.rank(rank, *SAVES, ALL_REDUCE, seq=16, outstanding=1, op="all_reduce", sizes=((1,),), world=world)
     progress = replace(facts.progress, actions=(Action(name=name, for_s=23.0),), is_last_batch=True)
     return replace(facts, progress=progress, trainer=TRAINER)
 
 
+@pytest.mark.parametrize("kind", ["ModelCheckpoint", "LastCheckpoint"])
 @pytest.mark.parametrize(("monitor", "ranks"), [("None", (0,)), ("'val_loss'", (0, 1))])
-def test_a_checkpoint_without_a_monitor_is_saved_on_all_ranks(monitor: str, ranks: tuple[int, ...]) -> None:
+def test_a_checkpoint_without_a_monitor_is_saved_on_all_ranks(monitor: str, ranks: tuple[int, ...], kind: str) -> None:
     """Rank 0 is in a call of the user's; one that monitors a value decides on each rank whether it saves."""
     line = user("on_train_epoch_end", 74)
     own = GLOO.rank(0, line, ALL_REDUCE, seq=16, outstanding=1, op="all_reduce", sizes=((11,),), last=True, world=2)
     own = replace(own, trainer=TRAINER)
-    finding = first(job(own, at_checkpoint(1, monitor=monitor, world=2), world=2))
+    finding = first(job(own, at_checkpoint(1, monitor=monitor, world=2, kind=kind), world=2))
     assert finding.ranks == ranks
     assert finding.location == f"{USER_FILE}:74 in on_train_epoch_end"
 

@@ -42,6 +42,8 @@ def without_comment(line: str) -> str:
     code = line.strip()
     with suppress(tokenize.TokenError, SyntaxError):
         for token in tokenize.generate_tokens(iter([code]).__next__) if "#" in code else ():
+            if token.type == tokenize.ERRORTOKEN:  # until Python 3.12, which raises; the rest means nothing
+                break
             if token.type == tokenize.COMMENT:
                 return code[: token.start[1]].rstrip()
     return code

@@ -157,6 +157,7 @@ class StepRecord:
         users = logged_keys.users_of(self._trainer)
         step = scope_of(getattr(type(module), "training_step", None))
         operations, begun_at = awaited_works.awaited()
+        entry = self._unsaved  # which the main thread may reset meanwhile
         return StepFacts(
             **passes,
             with_backward=self._with_backward,
@@ -166,8 +167,8 @@ class StepRecord:
             skipped_batch=last[1],
             passes_at=step.calls_under_condition(_BACKWARD) if len(runs) > 1 else (),
             returns_nothing=_returns_nothing(module) if skipped else (),
-            unsaved=self._unsaved.words if self._unsaved else "",
-            unsaved_at=self._unsaved_at() if self._unsaved else (),
+            unsaved=entry.words if entry is not None else "",
+            unsaved_at=self._kept_at(entry) if entry is not None else (),
             returns_no_loss=_returns_no_loss(module) if _NO_LOSS.match(error) else (),
             without_graph=self._without_graph,
             leaves_at=gradients.leaves_at(module) if self._without_graph else (),
@@ -194,10 +195,9 @@ class StepRecord:
             accumulates_at=(places_in(users, _accumulates) if any(run[3:4] > (0,) for run in runs) else ()),
         )
 
-    def _unsaved_at(self) -> tuple[str, ...]:
-        key = self._unsaved.key if self._unsaved else ""
+    def _kept_at(self, entry: Unsaved) -> tuple[str, ...]:
         users = [*logged_keys.users_of(self._trainer), getattr(self._trainer, "datamodule", None)]
-        return places_in(users, lambda scope: kept_at(key, scope))
+        return places_in(users, lambda scope: kept_at(entry.key, scope))
 
     def timeouts_at(self) -> tuple[TimeoutLine, ...]:
         """The lines that give a group, the store or a barrier a timeout, by a search in the user's source."""

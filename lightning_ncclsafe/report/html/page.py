@@ -116,10 +116,16 @@ def _style() -> Markup:
 
 def _prose(text: str) -> Markup:
     """A sentence, with code between backticks marked up."""
-    parts = glued(safe(text), "\u00a0").split("`")
+    parts = safe(text).split("`")
     if len(parts) % 2 == 0:
-        return escape("`".join(parts))
+        return escape(_glued("`".join(parts)))
+    # Code is copied: its spaces stay what they are.
     marked = (
-        Markup("<code>{}</code>").format(part) if number % 2 else escape(part) for number, part in enumerate(parts)
+        Markup("<code>{}</code>").format(part) if number % 2 else escape(_glued(part))
+        for number, part in enumerate(parts)
     )
     return Markup("").join(marked)
+
+
+def _glued(text: str) -> str:
+    return glued(text, "\u00a0")

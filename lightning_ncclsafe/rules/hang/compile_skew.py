@@ -25,9 +25,10 @@ _REMEDY = (
     "TORCH_LOGS=recompiles to see why."
 )
 _REMEDY_AGAIN = (
-    "It has trained before, so this batch probably has another shape, type or branch than those for which it has "
-    "compiled: TORCH_LOGS=recompiles shows which. Give all batches one shape (drop_last=True, padding), or compile for "
-    "any (torch.compile(dynamic=True)). To let the others wait for it, raise the limit of the phase (PhaseTimeouts)."
+    "Batches were trained on before this one, which probably has another shape, type or branch than those for which "
+    "the model was compiled: TORCH_LOGS=recompiles shows which. Give all batches one shape (drop_last=True, padding), "
+    "or compile for any (torch.compile(dynamic=True)). To let the others wait for it, raise the limit of the phase "
+    "(PhaseTimeouts)."
 )
 
 

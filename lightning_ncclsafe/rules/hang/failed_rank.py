@@ -140,7 +140,8 @@ def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
     line = frame or (deepest_user_frame(split.calls[ranks[0]].stack) if split is not None else None)
     # It was raised in a library, but the message names something of the user's.
     named, named_at = _named(ranks, facts, exception) if line is None else ("", "")
-    key = _missed_key(facts, exception) if line is None else None
+    # A key that no rank has logged is not missing because of one rank's data.
+    key = _missed_key(facts, exception) if line is None and len(ranks) < view.job.world_size else None
     missing = _REMEDY_KEY.format(key=key.name) if key is not None else ""
     return finding(
         view,

@@ -23,7 +23,7 @@ _REMEDY = (
     "ctypes.CDLL instead of PyDLL). Which function it is: py-spy dump --native --pid {pid}."
 )
 _REMEDY_PYTHON = (
-    "By its code, this line uses Python's own {what}, which lets no other thread run meanwhile: {how}, or do it in "
+    "By its code, this line may use Python's own {what}, which lets no other thread run meanwhile: {how}, or do it in "
     "another process that is ended after a time limit. If it is something else, this names the function: py-spy dump "
     "--native --pid {pid}."
 )
@@ -36,7 +36,8 @@ _PYTHONS = (
         "and `(?>…)`), limit the length of the text",
     ),
     (
-        re.compile(r"\*\*|\bpow\(|\b(?:factorial|comb|perm|lcm)\(|<<"),
+        # A power has a value before it, unlike arguments that are passed on.
+        re.compile(r"[\w)\]]\s*\*\*|(?<![\w.])pow\(|\b(?:factorial|comb|perm|lcm)\(|<<"),
         "arithmetic of whole numbers of any size",
         "limit the numbers, above all exponents, before this line",
     ),

@@ -212,7 +212,10 @@ def _ended(view: Timeline, short: tuple[int, ...]) -> str:
         counts = batches_through_epoch(view)
         most = max(counts.values())
         return f"after {counts[rank]} batches by the end of epoch {progress.epoch - 1}; others had {most}"
-    if progress.phase not in _TRAINING or (is_in_another and not is_counted):
+    # It has less of the validation that others are in: its batches of training say nothing about that.
+    others = {facts.progress.phase for other, facts in view.facts.items() if other not in short}
+    is_past_validation = progress.phase is Phase.TRAIN and Phase.VALIDATE in others
+    if progress.phase not in _TRAINING or is_past_validation or (is_in_another and not is_counted):
         return f"it is{'' if progress.is_between_epochs else ' at'} {batch_words(progress)}"
     # A loader may yield fewer batches than its length.
     count = _lengths(view).get(rank, progress.batch_idx + 1) if is_counted else progress.batch_idx + 1
@@ -240,6 +243,7 @@ def _evidence(view: Timeline) -> Iterator[Evidence]:
     alike = ranks_by({rank: (position, lengths.get(rank)) for rank, position in positions(view).items()})
     for (position, length), ranks in sorted(alike.items(), key=lambda item: item[1])[:16]:
         has = f"; its loader has {length} batches" if length is not None else ""
-        text = f"{capitalised(ranks_words(ranks))}: {batch_words(view.facts[ranks[0]].progress)}{has}."
-        last = " This was its last batch." if position.stage == 1 else ""
+        progress = view.facts[ranks[0]].progress
+        text = f"{capitalised(ranks_words(ranks))}: {batch_words(progress)}{has}."
+        last = " This was its last batch." if position.is_past_training and not progress.is_between_epochs else ""
         yield evidence_about(ranks, "phase", text + last)

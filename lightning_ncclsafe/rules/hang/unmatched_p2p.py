@@ -301,5 +301,8 @@ def _others(view: Timeline, sides: tuple[int, ...]) -> str:
 
 def _evidence(view: Timeline, sides: tuple[int, ...]) -> Iterator[Evidence]:
     yield from stack_evidence(view, sides)
-    text = f"{capitalised(ranks_words(sides))}: no collective called there is outstanding."
-    yield Evidence(source="flight recorder", text=text)
+    # The recorder shows nothing of groups whose calls are unknown.
+    recorded = tuple(rank for rank in sides if not view.facts[rank].unrecorded)
+    if recorded:
+        text = f"{capitalised(ranks_words(recorded))}: no collective called there is outstanding."
+        yield Evidence(source="flight recorder", text=text)

@@ -123,10 +123,13 @@ def skipped_at(error: CaughtException) -> Frame | None:
     If a collective raised it, that collective is what is to be looked at.
     """
     caught = error.caught_at
-    clauses = [one for one in caught.branches if one.on is Decides.EXCEPTION and not one.jump] if caught else []
-    if caught is None or error.passed or not clauses or not clauses[-1].test.startswith("except"):
+    if caught is None or error.passed:
         return raised_at(error)
-    return replace(caught, line=clauses[-1].line)
+    around = [one for one in caught.branches if one.on is Decides.EXCEPTION and not one.jump]
+    # The line is in the clause's block; the clauses of a `try` in there come after it.
+    clauses = [one for one in around if one.line <= caught.line]
+    is_except = bool(clauses) and clauses[-1].test.startswith("except")
+    return replace(caught, line=clauses[-1].line) if is_except else raised_at(error)
 
 
 def with_caught(findings: Iterable[tuple[Rule[Any], Finding]], job: JobFacts) -> list[Finding]:

@@ -14,7 +14,7 @@ from lightning_ncclsafe.rules.kit.user_lines import in_own_call
 from lightning_ncclsafe.rules.kit.waits import different_waits, under_rank_condition
 
 _EXCHANGE_OF_GRADIENTS = BACKWARD | DDP | FSDP
-_PAST_VALIDATION, _END_OF_EPOCH, _FINISHED = 3, 4, 5
+_PAST_TRAINING, _PAST_VALIDATION, _END_OF_EPOCH, _FINISHED = 1, 3, 4, 5
 _LOOPS = (Phase.TRAIN, Phase.VALIDATE, Phase.TEST, Phase.PREDICT)
 _VALIDATIONS = (Phase.SANITY_CHECK, Phase.VALIDATE)
 _IN_BATCH = ("_step", "backward", "forward", "on_train_batch_start", "on_before_zero_grad", "on_after_backward")
@@ -27,13 +27,18 @@ class Position(NamedTuple):
     Attributes:
         epoch: Current epoch; -1 before training, for which the sanity check is a validation.
         stage: 0 in training (or test) batches, 1 past the last one, 2 in validation batches, 3 past the last one of
-            these, 4 in a hook at the end of the epoch, 5 finished; -1 before the first batch of any.
+            these, 4 at the end of the epoch, 5 finished; -1 before the first batch of any.
         batch: Index of the batch.
     """
 
     epoch: float
     stage: int
     batch: int
+
+    @property
+    def is_past_training(self) -> bool:
+        """Whether the batch is the last one of an epoch's training."""
+        return self.stage in (_PAST_TRAINING, _END_OF_EPOCH)
 
 
 @once
@@ -69,12 +74,17 @@ def _position(facts: RankFacts) -> Position:
     stage = 2 if progress.phase in _VALIDATIONS else 0
     # This may not have been the last batch of its data: a StopIteration ends an epoch, too.
     is_past = _past_last_batch(progress) and not _raised_in_batch(facts)
-    is_past = is_past or (stage == 0 and is_in(END_OF_EPOCH, facts.stack))
-    if stage == 0 and any(hook_words(action.name).endswith("on_train_epoch_end") for action in progress.actions):
+    if stage == 0 and _ends_epoch(facts):
         # It follows the epoch's validation.
         return Position(progress.epoch, _END_OF_EPOCH, progress.batch_idx)
     epoch = -1 if progress.phase is Phase.SANITY_CHECK else progress.epoch
     return Position(epoch, stage + is_past, progress.batch_idx)
+
+
+def _ends_epoch(facts: RankFacts) -> bool:
+    """Whether a rank is in a hook at the end of a training epoch, or reduces its metrics, which no hook shows."""
+    hooks = (hook_words(action.name) for action in facts.progress.actions)
+    return is_in(END_OF_EPOCH, facts.stack) or any(hook.endswith("on_train_epoch_end") for hook in hooks)
 
 
 def _raised_in_batch(facts: RankFacts) -> bool:
@@ -103,6 +113,8 @@ def out_of_data_first(view: Timeline) -> tuple[int, ...]:
     first, last = min(places.values()), max(places.values())
     ended = tuple(rank for rank, place in places.items() if place != first)
     still = tuple(rank for rank, place in places.items() if place == first)
+    if _validates_before(view, ended, still):
+        return () if _validated_it(view, still, ended) else still
     # Some rank must still be in batches. A rank that is a batch ahead in the same epoch has skipped a collective.
     if first[1] == _PAST_VALIDATION and _validated_less(view, ended, still):
         return ended
@@ -273,6 +285,21 @@ def _validated_less(view: Timeline, ended: tuple[int, ...], still: tuple[int, ..
 
 def _ends_validated_batch(progress: Progress) -> bool:
     return any(hook_words(action.name).endswith("on_validation_batch_end") for action in progress.actions)
+
+
+def _validates_before(view: Timeline, validating: tuple[int, ...], training: tuple[int, ...]) -> bool:
+    """Whether ranks are in a validation within an epoch, and the others train on after it (``val_check_interval``)."""
+    phases = {rank: facts.progress.phase for rank, facts in view.facts.items()}
+    are_apart = {phases[rank] for rank in validating} == {Phase.VALIDATE}
+    are_apart = are_apart and {phases[rank] for rank in training} == {Phase.TRAIN}
+    if not are_apart or not view.trainers.keys() >= {*validating, *training}:
+        return False
+    begun = {rank: trainer.batches_begun for rank, trainer in view.trainers.items()}
+    # Otherwise, those may not validate at all, and these have ended their epoch early.
+    made = {rank: facts.steps.validated for rank, facts in view.facts.items()}
+    before = max(0, *(made[rank] - view.facts[rank].progress.batch_idx - 1 for rank in validating))
+    have_validated = min(made[rank] for rank in training) > before
+    return have_validated and max(begun[rank] for rank in validating) < min(begun[rank] for rank in training)
 
 
 def _validated_it(view: Timeline, ended: tuple[int, ...], still: tuple[int, ...]) -> bool:

@@ -267,9 +267,9 @@ def _own_call(view: Timeline, rank: int, stack: tuple[Frame, ...]) -> str:
 
 
 def _saves_on_all_ranks(view: Timeline, rank: int) -> bool:
-    """Whether a rank is in a ModelCheckpoint that monitors no value."""
+    """Whether a rank is in a ModelCheckpoint, or a class derived from it, that monitors no value."""
     actions = view.facts[rank].progress.actions if rank in view.facts else ()
-    return any("ModelCheckpoint{'monitor': None," in action.name for action in actions)
+    return any("{'monitor': None," in action.name for action in actions)
 
 
 def skipped_call(view: Timeline, rank: int, *, of_any_group: bool = False) -> tuple[Collective, int] | None:
