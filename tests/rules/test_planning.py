@@ -8,11 +8,19 @@ from builders import GLOO, NCCL, Backend, job
 from call_scenes import CALL_SCENES
 from machine_scenes import MACHINE_SCENES
 from scenes import SCENES as OTHER_SCENES
-from scenes import Scene
+from scenes import Scene, a_logger_sends_at_the_end, logger_flushes
 from whose_fault import OF_CODE, OF_EITHER, OF_MACHINE
 
 from lightning_ncclsafe.cli.explain import RULES
-from lightning_ncclsafe.facts import Incident, IncidentKind, JobFacts, SilentHost
+from lightning_ncclsafe.facts import (
+    ChildProcess,
+    Frame,
+    Incident,
+    IncidentKind,
+    JobFacts,
+    MainThreadFacts,
+    SilentHost,
+)
 from lightning_ncclsafe.facts.findings import Confidence, Diagnosis, Finding, NextStart, Plan, Severity
 from lightning_ncclsafe.rules.judging import judge
 from lightning_ncclsafe.rules.kit import Rule
@@ -157,3 +165,34 @@ def test_starts_are_the_same_by_cause_step_and_job() -> None:
 def test_a_plan_that_depends_is_asked_of_the_job() -> None:
     rule: Rule[Any] = next(rule for rule in RULES["Why ranks wait"] if rule.name == "dead-rank")
     assert "unknown" in rule.plan_words and not isinstance(rule.plan, Plan)
+
+
+@pytest.mark.parametrize(
+    ("thread", "plan"),
+    [
+        (MainThreadFacts(over_s=8.8, state="sleeping", looks=9, running_looks=1), Plan.RESTART),
+        (MainThreadFacts(over_s=8.8, state="running", looks=9, running_looks=9), Plan.UNKNOWN),
+        (None, Plan.RESTART),
+    ],
+    ids=["waits", "computes", "unknown"],
+)
+def test_a_logger_that_computes_may_do_the_same_after_a_restart(thread: MainThreadFacts | None, plan: Plan) -> None:
+    facts = logger_flushes(GLOO)
+    ranks = (
+        replace(one, machine=replace(one.machine, main_thread=thread)) if one.rank == 0 else one for one in facts.ranks
+    )
+    first = judge(replace(facts, ranks=tuple(ranks))).findings[0]
+    assert (first.rule, first.plan) == ("slow-logger", plan)
+
+
+def test_a_logger_that_waits_for_its_own_process_may_do_the_same_after_a_restart() -> None:
+    facts = a_logger_sends_at_the_end(GLOO)
+    join = Frame(file="/usr/lib/python3.12/multiprocessing/process.py", line=149, function="join")
+    child = ChildProcess(pid=77, parent=1000)
+    ranks = (
+        replace(one, awaited_processes=(child,), stack=(*one.stack, join)) if one.rank == 0 else one
+        for one in facts.ranks
+    )
+    first = judge(replace(facts, ranks=tuple(ranks))).findings[0]
+    assert (first.rule, first.plan) == ("slow-logger", Plan.UNKNOWN)
+    assert judge(facts).findings[0].plan is Plan.RESTART

@@ -58,7 +58,26 @@ _REMEDY_PYTHON = (
 )
 
 
-@hang_rule(after="rank-zero-only-work", plan=Plan.RESTART)
+# A thread that is on a core in most looks computes.
+_MOSTLY = 0.6
+
+
+def _plan(view: Timeline, finding: Finding) -> Plan:
+    """``restart``; ``unknown`` if a logger waits for its own process, or computes: the next start may do the same."""
+    ranks = [view.facts[rank] for rank in finding.ranks if rank in view.facts]
+    return Plan.UNKNOWN if any(_awaits_process(facts) or _computes(facts) for facts in ranks) else Plan.RESTART
+
+
+def _computes(facts: RankFacts) -> bool:
+    thread = facts.machine.main_thread
+    return thread is not None and thread.running_looks >= max(_MOSTLY * thread.looks, 2)
+
+
+def _awaits_process(facts: RankFacts) -> bool:
+    return bool(facts.awaited_processes) and is_in(PROCESSES, below_user(facts.stack))
+
+
+@hang_rule(after="rank-zero-only-work", plan=_plan)
 def slow_logger(view: Timeline) -> Iterator[Finding]:
     """A rank, usually rank 0, is held up in a logger while the others wait in a collective.
 
@@ -108,7 +127,7 @@ def _remedy(ranks: list[RankFacts]) -> str:
     if all(map(_uploads_a_checkpoint, ranks)):
         return _REMEDY_UPLOAD
     first = ranks[0]
-    if first.awaited_processes and is_in(PROCESSES, below_user(first.stack)):
+    if _awaits_process(first):
         pid = first.awaited_processes[0].pid
         return _REMEDY_PROCESS.format(pid=pid, look=f"py-spy dump --pid {pid}, if it runs Python")
     return _REMEDY
