@@ -88,7 +88,7 @@ def test_one_that_only_grows_is_to_load_lazily() -> None:
 
 def test_a_rank_that_may_still_be_importing_is_not_blamed_for_memory() -> None:
     finding = not_joined(process(0, "running", rss_bytes=300 * MB, memory_growth_bytes_per_s=5 * MB))
-    assert "with 300.0 MB resident, while" in finding.summary
+    assert "with 300.0 MB resident, growing by 5.0 MB/s, while" in finding.summary
     assert finding.remedy.startswith("Do this work once and ahead of the job")
 
 
@@ -153,7 +153,10 @@ def test_one_that_swaps_is_to_need_less_memory_even_while_it_grows() -> None:
             HostFacts(rss_bytes=GB, process_swap_bytes=GB, swap_growth_bytes_per_s=5 * MB),
             "with 1.0 GB resident, 1.0 GB swapped out (+5.0 MB/s)",
         ),
-        (HostFacts(rss_bytes=400 * MB, memory_growth_bytes_per_s=5 * MB), "with 400.0 MB resident"),
+        (
+            HostFacts(rss_bytes=400 * MB, memory_growth_bytes_per_s=5 * MB),
+            "with 400.0 MB resident, growing by 5.0 MB/s",
+        ),
         (GROWING, f"with {WORDS}"),
     ],
 )

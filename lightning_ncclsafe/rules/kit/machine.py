@@ -120,15 +120,11 @@ def _swapped_bytes(facts: HostFacts | ProcessFacts) -> int:
 
 
 def memory_words(facts: HostFacts | ProcessFacts) -> str:
-    """``"with 3.4 GB resident, growing by 210.0 MB/s, 1.1 GB swapped out (+60.0 MB/s)"``; empty if unknown.
-
-    That it grows is told only if it is larger than imports alone make it.
-    """
+    """``"with 3.4 GB resident, growing by 210.0 MB/s, 1.1 GB swapped out (+60.0 MB/s)"``; empty if unknown."""
     swapped = _swapped_bytes(facts)
     grows, swaps_out = facts.memory_growth_bytes_per_s or 0, facts.swap_growth_bytes_per_s or 0
     words = [f"{size_words(facts.rss_bytes)} resident"] if facts.rss_bytes is not None else []
-    does_grow = grows >= _GROWS_BYTES_PER_S and fills_memory(facts)
-    words += [f"growing by {size_words(grows)}/s"] if words and does_grow else []
+    words += [f"growing by {size_words(grows)}/s"] if words and grows >= _GROWS_BYTES_PER_S else []
     if swapped:
         words.append(f"{size_words(swapped)} swapped out")
         words[-1] += f" (+{size_words(swaps_out)}/s)" if swaps_out >= _GROWS_BYTES_PER_S else ""

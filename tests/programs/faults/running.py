@@ -106,7 +106,7 @@ def run_case(
         launcher: Of `LAUNCHERS`, what starts the ranks; empty if each is started by itself, as clusters do.
         has_defaults: Whether Trainers have a logger, checkpoints, a progress bar and a sanity check, as by default.
     """
-    one = _Run(
+    one = Run(
         warm=warm,
         case=case,
         options=[strategy, str(suspect_after_s)],
@@ -144,7 +144,7 @@ LAUNCHERS: dict[str, Launcher] = {"lightning": _by_lightning, "torchrun": _by_to
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Run:
+class Run:
     """How the ranks of a case are started and waited for.
 
     Attributes:
@@ -164,6 +164,7 @@ class _Run:
     env: dict[str, str]
 
     def in_environments(self, environments: Environments) -> Outcome:
+        """Runs it with the environments of the ranks, or that of what starts them."""
         folder = Path(tempfile.mkdtemp(prefix="fault-"))
         try:
             if not PERMITTED.get(self.case.scenario.needs, lambda: True)():

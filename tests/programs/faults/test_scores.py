@@ -299,13 +299,13 @@ def run_with(monkeypatch: pytest.MonkeyPatch, *outputs: str, on_gpu: bool = True
     told: list[Envs] = []
     said: Iterator[str] = iter(outputs)
 
-    def run_in(warm: Any, case: Case, environments: running.Environments, options: list[str], wait: Any) -> Outcome:
-        assert (case, options) == (CASE, ["SafeDDP", "2.0"])
+    def in_environments(run: Any, environments: running.Environments) -> Outcome:
+        assert (run.case, run.options) == (CASE, ["SafeDDP", "2.0"])
         with environments as envs:
             told.append(envs)
         return Outcome(output=next(said))
 
-    monkeypatch.setattr(running, "_run_in", run_in)
+    monkeypatch.setattr(running.Run, "in_environments", in_environments)
     return run_case(WARM, CASE, on_gpu=on_gpu), told
 
 
@@ -364,13 +364,18 @@ def test_without_a_report_only_the_output_is_kept(tmp_path: Path, monkeypatch: p
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [(f"{CASE.name}.log", "no\n")]
 
 
-@pytest.mark.parametrize("where", [{}, {"on_gpu": True}, {"on_hosts": True}], ids=str)
+@pytest.mark.parametrize(
+    "where",
+    [{}, {"on_gpu": True}, {"on_hosts": True}, {"launcher": "torchrun"}, {"has_defaults": True}],
+    ids=str,
+)
 def test_cases_are_run_as_the_scoreboard_was_told(
-    where: dict[str, bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    where: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     how = kept_of(Outcome(output="no\n"), monkeypatch, None, **where)
     usual = {"strategy": "SafeFSDP", "suspect_after_s": 3.0, "on_gpu": False, "on_hosts": False}
+    usual |= {"launcher": "", "has_defaults": False}
     assert how == usual | where
     assert not [*tmp_path.iterdir()]
 
