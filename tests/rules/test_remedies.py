@@ -112,7 +112,7 @@ def compiling(**more: object) -> Finding:
 
 def test_who_compiles_again_is_told_about_shapes_and_not_about_caches() -> None:
     assert "TORCHINDUCTOR_CACHE_DIR" in compiling().remedy
-    assert compiling(steps=StepFacts(with_backward=5)).remedy.startswith("Batches were trained on before")
+    assert compiling(steps=StepFacts(with_backward=5)).remedy.startswith("The first batches are over")
 
 
 def logging(*frames: object) -> Finding:

@@ -25,8 +25,8 @@ _REMEDY = (
     "TORCH_LOGS=recompiles to see why."
 )
 _REMEDY_AGAIN = (
-    "Batches were trained on before this one, which probably has another shape, type or branch than those for which "
-    "the model was compiled: TORCH_LOGS=recompiles shows which. Give all batches one shape (drop_last=True, padding), "
+    "The first batches are over, so this one probably has another shape or type, or takes another branch, than the "
+    "code was compiled for: TORCH_LOGS=recompiles shows which. Give all batches one shape (drop_last=True, padding), "
     "or compile for any (torch.compile(dynamic=True)). To let the others wait for it, raise the limit of the phase "
     "(PhaseTimeouts)."
 )
