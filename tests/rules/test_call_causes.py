@@ -1162,6 +1162,13 @@ def test_a_rank_that_has_not_come_to_resuming_may_have_a_checkpoint_yet() -> Non
     assert "different-trainer-settings" not in found(job(_own_path(0), *waiting, _resumes(rank=3)))
 
 
+def test_settings_of_a_rank_that_has_not_begun_to_train_are_unknown() -> None:
+    """On a busy machine it is still on its way out of a barrier that the others have left."""
+    settings = {"max_steps": "-1", "first step": "0"}
+    begun = [replace(GLOO.waiting(n, seq=9), trainer=TrainerFacts(settings=settings)) for n in (0, 2, 3)]
+    assert "different-trainer-settings" not in found(job(begun[0], _resumes(rank=1), *begun[1:]))
+
+
 def test_the_line_of_a_mismatch_is_that_of_the_recorded_call() -> None:
     """Rank 2 is past it by now, in the next call."""
     ranks = {facts.rank: facts for facts in scenes.another_size(NCCL).ranks}

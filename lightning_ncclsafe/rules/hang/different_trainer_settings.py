@@ -125,8 +125,10 @@ def _differing(view: Timeline) -> dict[str, dict[int, str]]:
     # A rank that changed its settings stopped early; otherwise those that changed theirs continue.
     if early and not any(trainers[rank].changed for rank in early if rank in trainers):
         by_rank = {rank: settings | trainers[rank].changed for rank, settings in by_rank.items()}
+    # Of a rank that has not begun to train, only the checkpoint is known.
+    begun = {rank: settings for rank, settings in by_rank.items() if settings.keys() - {_CHECKPOINT}}
     for name in dict.fromkeys(name for settings in by_rank.values() for name in settings):
-        for rank, settings in by_rank.items():
+        for rank, settings in (by_rank if name == _CHECKPOINT else begun).items():
             value = settings.get(name, _NOT_SET)
             # Each host may have a path of its own.
             by_name[name][rank] = "set" if name == _CHECKPOINT and name in settings else value
