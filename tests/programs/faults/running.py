@@ -11,7 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,8 @@ SUSPECT_AFTER_S = 2.0
 """Of ranks that go wrong. Long beside what ranks that are started together wait for each other on a busy machine."""
 LIMIT_S = 75.0
 """How long a case may take before it is given up."""
+WHOLE_LIMIT_S = 200.0
+"""The same of a whole program, which has the patience that users have."""
 END_S = 10.0
 """How long a killed rank may take to be gone."""
 CGROUPS = tuple(Path("/sys/fs/cgroup") / name for name in ("blkio", "cpu", "freezer", "memory"))
@@ -59,7 +61,8 @@ class Outcome:
     Attributes:
         report: The first report after it went wrong; of a healthy one, any. None if there was none.
         delay_s: From when it went wrong until the report was there, seconds; None where that is not known.
-        exit_codes: Of the ranks that have ended by themselves.
+        started: How many programs were started: all ranks, or what starts them.
+        exit_codes: Of those that have ended by themselves.
         output: What all ranks have said.
         dumps: What PyTorch's watchdog has written of each rank's Flight Recorder, by rank.
         skipped: Why it could not be run; empty if it was.
@@ -67,6 +70,7 @@ class Outcome:
 
     report: dict[str, Any] | None = None
     delay_s: float | None = None
+    started: int = 0
     exit_codes: tuple[int, ...] = ()
     output: str = ""
     dumps: dict[int, bytes] = field(default_factory=dict)
@@ -107,6 +111,8 @@ def run_case(
         launcher: Of `LAUNCHERS`, what starts the ranks; empty if each is started by itself, as clusters do.
         has_defaults: Whether Trainers have a logger, checkpoints, a progress bar and a sanity check, as by default.
     """
+    program = case.scenario.program
+    launcher = program.launcher if program is not None else launcher
     one = Run(
         warm=warm,
         case=case,
@@ -180,7 +186,9 @@ class Run:
                 _leave(one / folder.name)
 
     def _outcome(self, folder: Path, envs: list[dict[str, str]]) -> Outcome:
+        program = self.case.scenario.program
         argv = [str(PROGRAM), self.case.scenario.run.__module__, self.case.name, str(folder), *self.options]
+        argv = argv if program is None else [*program.argv]
         children = 0
         if self.launcher is not None:
             argv, children = self.launcher(self.case.world_size) + argv, self.case.world_size
@@ -206,7 +214,8 @@ class Run:
                     program.wait(END_S)
         said = (folder / "output").read_text(errors="replace")
         dumps = {int(path.name.removeprefix(_DUMP)): path.read_bytes() for path in folder.glob(f"{_DUMP}*")}
-        return Outcome(report=report[0], delay_s=report[1], exit_codes=codes, output=said, dumps=dumps)
+        outcome = Outcome(report=report[0], delay_s=report[1], started=len(running), exit_codes=codes)
+        return replace(outcome, output=said, dumps=dumps)
 
 
 def _leave(group: Path) -> None:
@@ -264,7 +273,7 @@ class Cold:
 def _wait(case: Case, folder: Path, running: list[Running | Cold]) -> tuple[Found, tuple[int, ...]]:
     """Those that have ended are taken from ``running``."""
     codes: list[int] = []
-    deadline = time.monotonic() + LIMIT_S
+    deadline = time.monotonic() + (LIMIT_S if case.scenario.program is None else WHOLE_LIMIT_S)
     # Of most faults, what they themselves say of when it went wrong: a report before that is on something else.
     begins = not case.is_healthy and "begins" in inspect.getsource(case.scenario.run)
     found: Found = (None, None)
@@ -286,7 +295,7 @@ def _wait(case: Case, folder: Path, running: list[Running | Cold]) -> tuple[Foun
 def _verdict(folder: Path, *, any_time: bool) -> Found:
     """The first report on what has happened since it went wrong; a start on a busy machine may have had its own."""
     began = began_s(folder)
-    for path in sorted(folder.glob("ncclsafe/*/report.json")):
+    for path in sorted(folder.rglob("ncclsafe/*/report.json")):
         written_s, report = path.stat().st_mtime, json.loads(path.read_text())
         if not began:
             return report, None

@@ -35,6 +35,7 @@ from scores import (  # noqa: E402
 )
 from truths import Case  # noqa: E402
 from warm import Warm  # noqa: E402
+from whole_programs import whole_programs  # noqa: E402
 
 # Ranks mostly wait; more at once than this, and they wait for the machine.
 AT_ONCE = 3
@@ -84,7 +85,7 @@ def judged(warm: Warm, case: Case, how: Options) -> Score:
     if outcome.skipped:
         return Score(case=case.name, causes=case.scenario.causes, skipped=outcome.skipped)
     if case.is_healthy:
-        return score_healthy(case, outcome.report, outcome.exit_codes, outcome.said)
+        return score_healthy(case, outcome.report, outcome.exit_codes, outcome.said, started=outcome.started)
     said = [line for line in outcome.output.splitlines() if "Error" in line or line.startswith("[ncclsafe]")]
     why_none = f"no report; exit codes {[*outcome.exit_codes]}; {' | '.join(said[-2:])}"
     start = planned(outcome.report) if outcome.report is not None else None
@@ -162,18 +163,19 @@ def line_of(score: Score) -> str:
     return f"{score.case}: {told}: {score.answer}"
 
 
-def chosen(names: list[str], strategy: str, *, undeclared: bool = False) -> list[Case]:
+def chosen(names: list[str], strategy: str, *, undeclared: bool = False, whole: bool = False) -> list[Case]:
     """Of all cases those that a name stands for: of a case, a scenario, or a cause; all if there is none.
 
     Args:
         names: Those names.
         strategy: The strategy's name.
         undeclared: Whether cases count that are declared for other strategies only.
+        whole: Whether whole programs are chosen from, and nothing else.
 
     Raises:
         SystemExit: Nothing is called so.
     """
-    every = [*CASES.values(), *recorded_cases()]
+    every = whole_programs() if whole else [*CASES.values(), *recorded_cases()]
     of_strategy = [case for case in every if undeclared or strategy in case.scenario.strategies]
     found = [case for case in of_strategy if not names or not _names(case).isdisjoint(names)]
     if not found:
@@ -191,6 +193,8 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all scores there, too")
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="cases, scenarios or causes")
     parser.add_argument("--from-threads", action="store_true", help="only those written after public threads")
+    whole = "instead of all those, trainings that are programs of their own, as users write and start them"
+    parser.add_argument("--whole-programs", action="store_true", help=whole)
     parser.add_argument("--strategy", choices=["SafeDDP", "SafeModelParallel", "SafeFSDP"], default="SafeDDP")
     undeclared = "also those that are declared for other strategies only, where some have another truth"
     parser.add_argument("--undeclared", action="store_true", help=undeclared)
@@ -209,7 +213,7 @@ def parse_options() -> argparse.Namespace:
 def main() -> None:
     options = parse_options()
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
-    cases = chosen(options.only, options.strategy, undeclared=options.undeclared)
+    cases = chosen(options.only, options.strategy, undeclared=options.undeclared, whole=options.whole_programs)
     if options.from_threads:
         cases = [case for case in cases if case.scenario.source]
     recorded = [case for case in cases if case.scenario.needs == "recording"]

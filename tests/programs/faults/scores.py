@@ -137,19 +137,22 @@ def score_fault(
     )
 
 
-def score_healthy(case: Case, report: dict[str, Any] | None, exit_codes: Iterable[int], said: Iterable[str]) -> Score:
+def score_healthy(
+    case: Case, report: dict[str, Any] | None, exit_codes: Iterable[int], said: Iterable[str], *, started: int
+) -> Score:
     """Of a healthy case: it has to come to its end, and to say nothing.
 
     Args:
         case: The case.
         report: A report that was written all the same.
-        exit_codes: Of all ranks that have ended.
+        exit_codes: Of what was started, and has ended.
         said: The lines that the package has printed.
+        started: How many programs were started: all ranks, or what starts them.
     """
     codes = [*exit_codes]
     words = [line.removeprefix("[ncclsafe] ") for line in said]
     loud = [line for line in words if not line.startswith(QUIET)]
-    ended = len(codes) == case.world_size and not any(codes)
+    ended = len(codes) == started and not any(codes)
     findings = report["findings"] if report else []
     named = findings[0]["rule"] if findings else ""
     how_ended = "" if ended else f"exit codes {codes}"

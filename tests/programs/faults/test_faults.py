@@ -74,7 +74,7 @@ def test_it_is_named_however_ranks_are_started_and_whatever_the_trainer_has(name
 
 @pytest.mark.parametrize("case", marked(HEALTHY))
 def test_nothing_is_said_of_what_only_takes_its_time(case: Case, outcome: Outcome) -> None:
-    score = score_healthy(case, outcome.report, outcome.exit_codes, outcome.said)
+    score = score_healthy(case, outcome.report, outcome.exit_codes, outcome.said, started=outcome.started)
     assert score.is_right, (score, outcome.output)
 
 

@@ -184,11 +184,11 @@ def test_plans_are_counted_by_whose_fault_it_was() -> None:
 
 def test_a_healthy_run_ends_on_all_ranks_and_says_that_it_watches() -> None:
     said = ["[ncclsafe] watching 3 ranks"]
-    assert score_healthy(HEALTHY, None, [0, 0, 0], said).is_right
-    assert score_healthy(HEALTHY, report(), [0, 0, 0], said).false_alarm
-    assert score_healthy(HEALTHY, None, [0, 0, 0], [*said, "[ncclsafe] recovered after 3 s"]).false_alarm
-    assert score_healthy(HEALTHY, None, [0, 0, 1], said).false_alarm
-    assert score_healthy(HEALTHY, None, [0, 0], said).false_alarm
+    assert score_healthy(HEALTHY, None, [0, 0, 0], said, started=3).is_right
+    assert score_healthy(HEALTHY, report(), [0, 0, 0], said, started=3).false_alarm
+    assert score_healthy(HEALTHY, None, [0, 0, 0], [*said, "[ncclsafe] recovered after 3 s"], started=3).false_alarm
+    assert score_healthy(HEALTHY, None, [0, 0, 1], said, started=3).false_alarm
+    assert score_healthy(HEALTHY, None, [0, 0], said, started=3).false_alarm
 
 
 RIGHT = Score(case="a", causes=("data-stall",), cause_right=True, ranks_right=True, delay_s=2.0)

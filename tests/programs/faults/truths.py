@@ -47,6 +47,21 @@ PHASES = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """A training that is a program of its own, in a folder.
+
+    Attributes:
+        folder: With its files; one line of them may be marked with `HERE`.
+        argv: What is run: a file of the folder, and its arguments.
+        launcher: What starts its ranks: ``"torchrun"``, or ``"lightning"``.
+    """
+
+    folder: Path
+    argv: tuple[str, ...]
+    launcher: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
     """A small training, and the truth about it.
 
@@ -66,6 +81,7 @@ class Scenario:
         strategies: Names of those that it is for.
         is_cold: Whether its ranks are programs of their own, and no forks of one that has imported everything.
         real_time: Whether a healthy one is judged with the thresholds that users have.
+        program: What is run instead of ``run``, as users run it; None for nearly all.
         source: Address of the public thread that it was written after, without sight of a rule, and with the truth
             written down before its first run; empty for the others.
     """
@@ -84,6 +100,7 @@ class Scenario:
     strategies: tuple[str, ...] = ("SafeDDP",)
     is_cold: bool = False
     real_time: bool = False
+    program: Program | None = None
     source: str = ""
 
     @property
@@ -153,6 +170,8 @@ def place_of(scenario: Scenario) -> str:
     Raises:
         LookupError: There is none, or more than one.
     """
+    if scenario.program is not None:
+        return _place_in(scenario.program)
     lines, first = inspect.getsourcelines(scenario.run)
     file = Path(inspect.getsourcefile(scenario.run) or "")
     found = [first + index for index, line in enumerate(lines) if line.rstrip().endswith(HERE)]
@@ -162,6 +181,19 @@ def place_of(scenario: Scenario) -> str:
     if len(found) != 1:
         raise LookupError(f"{scenario.name} has {len(found)} marked lines in {file.name}, not one")
     return f"{file}:{found[0]} "
+
+
+def marks_of(program: Program) -> list[tuple[Path, int]]:
+    """The marked lines of a program, each with its file."""
+    files = ((file, file.read_text().splitlines()) for file in sorted(program.folder.rglob("*.py")))
+    return [(file, number) for file, lines in files for number, line in enumerate(lines, 1) if line.endswith(HERE)]
+
+
+def _place_in(program: Program) -> str:
+    marks = marks_of(program)
+    if len(marks) != 1:
+        raise LookupError(f"{program.folder.name} has {len(marks)} marked lines, not one")
+    return "{}:{} ".format(*marks[0])
 
 
 def odd_one_out(world_size: int) -> tuple[int, ...]:
