@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import scenes
 from builders import (
+    BARRIER,
     CHECKPOINT_IO,
     EPOCH_END,
     GLOO,
@@ -107,6 +108,20 @@ def test_a_slow_first_batch_of_data_is_expected_and_a_later_one_is_not() -> None
 def test_if_all_have_joined_the_first_collective_the_connection_is_slow() -> None:
     assert expected_for_s(job(*(NCCL.waiting(rank, seq=1, batch=0) for rank in range(4))), no_own_limits) == 277
     assert expected_for_s(job(*(NCCL.waiting(rank, seq=40) for rank in range(4))), no_own_limits) == 0
+
+
+@pytest.mark.parametrize("net", [GLOO, NCCL], ids=["gloo", "nccl"])
+def test_ranks_that_wait_for_one_another_in_a_first_batch_are_not_given_five_minutes(net: Backend) -> None:
+    """Rank 0 waits in a call that the others do not make, so none of them works."""
+
+    def deadlock(idle_s: float) -> JobFacts:
+        alone = net.rank(0, BARRIER, seq=40, outstanding=1, op="barrier", sizes=(), idle=idle_s, batch=0)
+        facts = job(alone, *(net.waiting(rank, seq=40, idle=60.0, batch=0) for rank in (1, 2, 3)))
+        return replace(facts, incident=replace(facts.incident, idle_s=60.0, suspect_after_s=60.0))
+
+    assert expected_for_s(deadlock(60.0), no_own_limits) == 0
+    # It has come there just now, and may be on its way.
+    assert expected_for_s(deadlock(58.0), no_own_limits) == 2
 
 
 def test_half_of_the_limit_is_the_most_that_of_either_rank() -> None:

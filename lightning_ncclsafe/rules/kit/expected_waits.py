@@ -19,7 +19,7 @@ def expected_for_s(job: JobFacts, limit_s: Callable[[str], float]) -> float:
 
     It is normal for five minutes, or half of the hard limit if that is less, while every rank that others wait for
     compiles, writes a checkpoint, or is in the first batch of a loop. An exception, the hard limit, or a rank that does
-    not answer is never normal.
+    not answer is never normal, nor are ranks that wait for one another in different collectives.
 
     Args:
         limit_s: The hard limit, in seconds, by its name in ``PhaseTimeouts``.
@@ -28,6 +28,10 @@ def expected_for_s(job: JobFacts, limit_s: Callable[[str], float]) -> float:
     if _is_alarming(job):
         return 0.0
     view = timeline(job)
+    if _is_deadlock(view):
+        forget()
+        # Ranks that have come there just now may be on their way.
+        return max(incident.suspect_after_s - min(facts.progress.idle_s for facts in job.ranks), 0.0)
     try:
         awaited = tuple(_awaited(view))
         # If all wait and none is behind, the collective itself takes long: the first one connects.
@@ -89,6 +93,11 @@ def busy_for_s(job: JobFacts) -> float:
     if left_s > 0:
         return left_s
     return 0.0 if is_concern else after_s
+
+
+def _is_deadlock(view: Timeline) -> bool:
+    """Whether all ranks wait, and not for the same collective: no rank is left that could end the wait."""
+    return view.all_wait and (view.any_divergence is not None or bool(view.behind))
 
 
 def _is_alarming(job: JobFacts) -> bool:
