@@ -376,6 +376,34 @@ def test_a_rank_aborted_while_it_reduces_a_logged_value_has_logged_an_uncommon_k
     assert f"rank 1 has never logged {key.name!r}." in finding.summary
 
 
+def test_of_ranks_that_outlive_an_aborted_one_that_reduced_with_them_the_keys_are_compared() -> None:
+    """As recorded: rank 1 lacks a key whose name the source does not show; rank 0 aborts, and rank 2 loses it."""
+    sync = Frame(file=f"{SITE}/lightning/fabric/utilities/distributed.py", line=214, function="_sync_ddp")
+    stack = (RUN, EVALUATION, RESULT, sync, ALL_REDUCE)
+    studio, telephone = (
+        LoggedKey(name=name, hook="on_validation_epoch_end", place="train.py:40 in on_validation_epoch_end")
+        for name in ("studio", "telephone")
+    )
+    stopping = Frame(file=f"{SITE}/lightning/pytorch/callbacks/early_stopping.py", line=200, function="vote")
+    vote = "[Callback]EarlyStopping.on_train_epoch_end"
+    ahead = GLOO.rank(1, RUN, stopping, ALL_REDUCE, seq=61, outstanding=1, batch=5, last=True, world=3, action=vote)
+    ahead = scenes.with_size(ahead, 61, ((1,),), "Long")
+    reduces = GLOO.rank(
+        2, *stack, seq=61, outstanding=1, sizes=((1,),), phase=Phase.VALIDATE, batch=1, last=True, world=3
+    )
+    reduces = raised(reduces, "RuntimeError", "Connection closed by peer", *stack, consequence=True)
+    ahead = replace(ahead, steps=StepFacts(logged=(studio,)))
+    reduces = replace(reduces, steps=StepFacts(logged=(studio, telephone)))
+    said = "op.preamble.length <= op.nbytes. 8 vs 4"
+    gone = process(0, "gone", ended_by="SIGABRT", said=said, stack=stack)
+    finding = first(job(ahead, reduces, world=3, witnessed=(gone,)))
+    assert (finding.rule, finding.ranks, finding.location) == ("diverged-log-keys", (1,), telephone.place)
+    assert finding.summary.startswith(
+        "Rank 2 logs 'telephone' with sync_dist=True in on_validation_epoch_end, and rank 1"
+    )
+    assert "Rank 0 was reducing a logged value when aborted, as gloo ended it" in finding.summary
+
+
 def test_which_of_several_keys_it_was_is_not_guessed() -> None:
     other = replace(EMA, name="other")
     finding = first(_ended_while_it_reduced(TRAINING, unlogged=(EMA, other)))

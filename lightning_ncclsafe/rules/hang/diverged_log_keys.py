@@ -14,6 +14,7 @@ from lightning_ncclsafe.rules.kit import (
     Severity,
     Shift,
     Timeline,
+    aborted_by_gloo,
     aborted_elsewhere,
     aborted_words,
     below_user,
@@ -84,7 +85,8 @@ def diverged_log_keys(view: Timeline) -> Iterator[Finding]:
     if aborted := _aborted(view):
         yield aborted
         return
-    reducing = tuple(rank for rank in view.waiting if is_in(LOGGED_VALUES, view.facts[rank].stack))
+    # Also those whose connection was lost as gloo aborted another.
+    reducing = tuple(rank for rank in view.waiting if is_in(LOGGED_VALUES, stack_of(view, rank)))
     # The line that reads them differs then, not what is logged.
     if 0 < sum(_reads(view.facts[rank]) for rank in reducing) < len(view.facts):
         return
@@ -156,19 +158,29 @@ def _aborted(view: Timeline) -> Finding | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _UncommonKey:
-    """A key that some ranks have logged and others have not."""
+    """A key that some ranks have logged and others have not.
+
+    Attributes:
+        key: The key.
+        having: Ranks that have logged it.
+        lacking: Ranks that have not.
+        ended: Ranks that were reducing a logged value when gloo aborted them: this one, as far as known.
+        is_mutual: Whether those that lack it have logged keys that the others lack.
+    """
 
     key: LoggedKey
     having: tuple[int, ...]
     lacking: tuple[int, ...]
+    ended: tuple[int, ...] = ()
     is_mutual: bool = False
 
     @property
     def ranks(self) -> tuple[int, ...]:
         """The minority; if both are equally large, those that log it, or all if each side has its own keys."""
-        if self.is_mutual and len(self.having) == len(self.lacking):
+        count = len(self.having) + len(self.ended)
+        if self.is_mutual and count == len(self.lacking):
             return tuple(sorted((*self.having, *self.lacking)))
-        return self.having if len(self.having) <= len(self.lacking) else self.lacking
+        return self.having if count <= len(self.lacking) else self.lacking
 
 
 def _odd_key(view: Timeline, reducing: tuple[int, ...]) -> _UncommonKey | None:
@@ -176,13 +188,14 @@ def _odd_key(view: Timeline, reducing: tuple[int, ...]) -> _UncommonKey | None:
     now = {view.facts[rank].steps.reducing for rank in reducing}
     keys = {_named(key): key for facts in view.facts.values() for key in facts.steps.logged}
     logged = {rank: {_named(key) for key in facts.steps.logged} for rank, facts in sorted(view.facts.items())}
+    ended = tuple(rank for rank in aborted_by_gloo(view) if is_in(LOGGED_VALUES, stack_of(view, rank)))
     for key in sorted(keys.values(), key=lambda key: key.name not in now):
         lacking = tuple(rank for rank, names in logged.items() if _named(key) not in names)
         having = tuple(rank for rank, names in logged.items() if _named(key) in names)
         if lacking and not _is_yet_to_log(view, having, lacking):
             others = logged[lacking[0]] - logged[having[0]]
             is_mutual = any(hook == key.hook for hook, _ in others)
-            return _UncommonKey(key=key, having=having, lacking=lacking, is_mutual=is_mutual)
+            return _UncommonKey(key=key, having=having, lacking=lacking, ended=ended, is_mutual=is_mutual)
     return None
 
 
@@ -285,18 +298,24 @@ def _is_past(view: Timeline, odd: _UncommonKey) -> bool:
 def _finding(view: Timeline, odd: _UncommonKey) -> Finding:
     key, ranks = odd.key, odd.ranks
     under = f", {under_words(key.rank_condition)}" if key.rank_condition else ""
-    alone = set(ranks) >= set(odd.having)
+    alone = set(ranks) >= set(odd.having) and not odd.ended
     lacking = "" if alone else f", and {clause(ranks, 'does|do not')}"
     if odd.is_mutual:
         lacking += f", and {clause(odd.lacking, 'logs|log other keys')}"
     text = joined((ranks_words(odd.having), "alone" if alone else "", verb(odd.having, "logs", "log"), repr(key.name)))
-    return _logging_finding(
+    found = _logging_finding(
         view,
         ranks,
         f"{text} with sync_dist=True in {key.hook}{under}{lacking}",
         key.place,
         Confidence.CERTAIN if _is_past(view, odd) else Confidence.LIKELY,
     )
+    if not odd.ended:
+        return found
+    was = capitalised(clause(odd.ended, "was|were"))
+    gone = f"{was} reducing a logged value when aborted, {gloo_abort_words(view, odd.ended)}."
+    evidence = (*found.evidence, *ended_process_evidence(view, odd.ended))
+    return replace(found, summary=joined((found.summary, gone)), evidence=evidence)
 
 
 def _skipped_reduction(view: Timeline, reducing: tuple[int, ...]) -> Shift | None:
