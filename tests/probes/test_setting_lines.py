@@ -305,13 +305,32 @@ def main(rank):
     latest = max(range(count(rank)), default=None)  # here
     return Trainer().fit(ckpt_path=latest)
 """
+RESUMED_FROM_A_PATH_WITH_A_TIME = """
+import time
+
+def main(rank):
+    started = str(time.time())  # here
+    for _ in range(1):
+        last = started + "last.ckpt"
+        path = str(last) if count(rank) else "other"
+        return Trainer().fit(ckpt_path=path)
+"""
 NOT_RESUMED = """
 def main(rank):
     return Trainer().fit(ckpt_path=None)
 """
 
 
-@pytest.mark.parametrize("source", [RESUMED, RESUMED_BY_A_HELPER, RESUMED_FROM_WHAT_WAS_FOUND, NOT_RESUMED])
+@pytest.mark.parametrize(
+    "source",
+    [
+        RESUMED,
+        RESUMED_BY_A_HELPER,
+        RESUMED_FROM_WHAT_WAS_FOUND,
+        RESUMED_FROM_A_PATH_WITH_A_TIME,
+        NOT_RESUMED,
+    ],
+)
 def test_the_checkpoint_is_that_of_the_call_under_way(source: str, tmp_path: Path) -> None:
     found = run(source, tmp_path, of_settings)
     for name in ("first epoch", "first step", "ckpt_path"):

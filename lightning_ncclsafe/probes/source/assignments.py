@@ -12,6 +12,16 @@ from lightning_ncclsafe.probes.source.scopes import Scope, methods_in
 from lightning_ncclsafe.probes.source.syntax import FUNCTIONS, is_of_self, name_of
 
 _COLLECTIONS = ("list", "dict", "set", "deque", "OrderedDict", "Counter")
+# Functions of which each process has its own result: folders, identities, clocks, what is left of the machine.
+_DIFFER = frozenset(
+    (
+        *("mkdtemp", "mkstemp", "TemporaryDirectory", "NamedTemporaryFile"),
+        *("getpid", "gethostname", "getfqdn", "uuid1", "uuid4", "token_hex"),
+        *("time", "time_ns", "monotonic", "perf_counter", "now", "utcnow", "today", "strftime"),
+        *("virtual_memory", "disk_usage", "mem_get_info"),
+    )
+)
+_MOST_STEPS = 16
 
 
 class Given(NamedTuple):
@@ -69,6 +79,29 @@ def only_assignment(name: str, owner: type) -> Given | None:
     methods = (method for kind in owner.__mro__ for method in methods_in(kind))
     found = [given for method in methods for given in assignments(method, partial(_is_attribute, name=name))]
     return _last(found) if len(found) == 1 and not found[0].is_conditional else None
+
+
+def different_for_each_process(value: ast.expr, made: Given) -> Given | None:
+    """The one assignment of such a value that a variable within an expression has got, over others; None if none is.
+
+    Args:
+        value: The expression.
+        made: The assignment that it is in.
+    """
+    found: dict[int, Given] = {}
+    waiting, seen = [(value, made)], set[str]()
+    while waiting and len(seen) < _MOST_STEPS:
+        expression, given = waiting.pop()
+        for name in {node.id for node in ast.walk(expression) if isinstance(node, ast.Name)} - seen:
+            seen.add(name)
+            held = variable(name, given)
+            if held is None or held.value is None:
+                continue
+            if any(isinstance(node, ast.Call) and name_of(node.func) in _DIFFER for node in ast.walk(held.value)):
+                found[held.line] = held
+            else:
+                waiting.append((held.value, held))
+    return next(iter(found.values())) if len(found) == 1 else None
 
 
 def methods_of(owner: type | None) -> dict[str, Scope]:

@@ -2,7 +2,8 @@
 
 These are arguments of the Trainer, also by way of the user's own functions and dictionaries, and assignments to its
 attributes. Nothing is executed. A value that a function only passes on is followed to the calls of this function, and a
-variable to its one assignment.
+variable to its one assignment; what is computed from a value that each process has for itself, a temporary folder or a
+time, is followed to that.
 """
 
 import ast
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 
 from lightning_ncclsafe.code.libraries import TRAINER
 from lightning_ncclsafe.probes.process.stacks import main_thread_frames
-from lightning_ncclsafe.probes.source.assignments import Given, assignments_of, variable
+from lightning_ncclsafe.probes.source.assignments import Given, assignments_of, different_for_each_process, variable
 from lightning_ncclsafe.probes.source.scopes import (
     MOST_PLACES,
     AttributeSet,
@@ -180,7 +181,8 @@ class _Search:
         if not parameter:
             made = _held(value, scope, line) if depth < _MOST_CALLERS else None
             found = [*self._origins(made.scope, made.value, made.line, depth + 1)] if made and made.value else []
-            yield from found or [scope.place(line)]
+            own = None if found else different_for_each_process(value, Given(value, scope, line))
+            yield from found or [own.scope.place(own.line) if own else scope.place(line)]
             return
         for caller, call in self._calls_of(scope) if depth < _MOST_CALLERS else ():
             given = argument_of(call, parameter, position=scope.parameters.index(parameter) - _is_method(scope))

@@ -244,7 +244,13 @@ def _equally_many(view: Timeline, ended: tuple[int, ...], still: tuple[int, ...]
     is_one_loop = len({now.phase in _VALIDATIONS for now in progress}) == 1 and len(facts) > len(still)
     may_be_last = all(now.is_last_batch for now in progress) or not any(map(_has_known_length, facts))
     is_one_batch = len({(now.epoch, now.batch_idx) for now in progress}) == 1 and progress[0].batch_idx >= 0
-    return is_one_loop and may_be_last and is_one_batch
+    return is_one_loop and may_be_last and is_one_batch and not _were_stopped(view, ended, still)
+
+
+def _were_stopped(view: Timeline, ended: tuple[int, ...], still: tuple[int, ...]) -> bool:
+    """Whether these ranks were asked to stop, and the others were not."""
+    stopped = {rank for rank, trainer in view.trainers.items() if trainer.end is LoopEnd.SHOULD_STOP}
+    return bool(ended) and stopped >= {*ended} and stopped.isdisjoint(still)
 
 
 def _before_batches(view: Timeline, still: tuple[int, ...]) -> bool:
