@@ -11,6 +11,9 @@ LONG_S = 300.0
 """How long phases may take that are known to take long, seconds: compilation, starting workers, checkpoints.
 Compiling a large model takes some minutes, as does writing its checkpoint to shared storage."""
 
+BATCHES_TO_KNOW = 5
+"""Batches of a kind after which it is known how long they take."""
+
 _EVALUATIONS = frozenset({Phase.SANITY_CHECK, Phase.VALIDATE, Phase.TEST, Phase.PREDICT})
 _IN_LOOPS = _EVALUATIONS | {Phase.TRAIN}
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from lightning_ncclsafe.facts import Phase
-from lightning_ncclsafe.facts.phase_kinds import LONG_S, PhaseKind
+from lightning_ncclsafe.facts.phase_kinds import BATCHES_TO_KNOW, PhaseKind
 from lightning_ncclsafe.rules.kit.activity import Activity
 from lightning_ncclsafe.settings import BACKSTOP_S, Limits
 
@@ -19,8 +19,6 @@ UNKNOWN_S = 60.0
 # How much longer than usual is unusual. Step times differ by less than a factor of two; a rank that has to wait for
 # another's garbage collection, evaluation of one batch or retry of a download stays below this factor.
 MULTIPLE = 4.0
-# Batches of a kind after which it is known how long they take.
-_BATCHES_TO_KNOW = 5
 # Shorter ones do not matter: a multiple of them is below the floor.
 _LEAST_S = 1.0
 # Kept of each kind of phase, 4 KB; with a step of two seconds that is a quarter of an hour.
@@ -75,8 +73,7 @@ class IdleTimes:
         kind = self._kinds.get(phase_kind, _Kind())
         least_s = UNKNOWN_S
         if phase_kind.per_batch and not phase_kind.is_long:
-            unknown_s = LONG_S if phase_kind.evaluates else UNKNOWN_S
-            least_s = FLOOR_S if kind.batches >= _BATCHES_TO_KNOW else unknown_s
+            least_s = FLOOR_S if kind.batches >= BATCHES_TO_KNOW else UNKNOWN_S
         return max(least_s, MULTIPLE * kind.usual_s)
 
     def _learn(self, length_s: float, phase_kind: PhaseKind, now_s: float) -> None:

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from lightning_ncclsafe.facts import Phase
-from lightning_ncclsafe.facts.phase_kinds import PhaseKind
-from lightning_ncclsafe.guard.thresholds import FLOOR_S, LONG_S, Thresholds
+from lightning_ncclsafe.facts.phase_kinds import LONG_S, PhaseKind
+from lightning_ncclsafe.guard.thresholds import FLOOR_S, Thresholds
 from lightning_ncclsafe.settings import check_limits
 
 STEP = PhaseKind(phase=Phase.TRAIN, per_batch=True)

@@ -21,7 +21,17 @@ from builders import (
     user,
 )
 
-from lightning_ncclsafe.facts import Action, Frame, IncidentKind, JobFacts, Phase, ProcessFacts, RankFacts
+from lightning_ncclsafe.facts import (
+    Action,
+    EndedProcess,
+    Frame,
+    IncidentKind,
+    JobFacts,
+    Phase,
+    ProcessFacts,
+    RankFacts,
+    StepFacts,
+)
 from lightning_ncclsafe.rules.kit.expected_waits import announced_for_s, busy_for_s, expected_for_s
 from lightning_ncclsafe.rules.kit.frames import is_compiling
 
@@ -84,6 +94,21 @@ def test_a_checkpoint_is_given_five_minutes_from_when_it_began(stack: tuple[Fram
 def test_the_first_batch_of_a_loop_is_given_five_minutes(phase: Phase, batch: int) -> None:
     first = working(STEP, phase=phase, batch=batch)
     assert expected_for_s(scene(first), no_own_limits) == 277
+
+
+@pytest.mark.parametrize(("batch", "validated", "quiet_s"), [(3, 4, 277), (4, 5, 277), (5, 6, 0), (3, 9, 0)])
+def test_so_are_the_first_five_batches_of_an_evaluation(batch: int, validated: int, quiet_s: float) -> None:
+    """How long they take is not known yet; in the next validation it is."""
+    evaluates = working(STEP, phase=Phase.VALIDATE, batch=batch)
+    assert expected_for_s(scene(replace(evaluates, steps=StepFacts(validated=validated))), no_own_limits) == quiet_s
+
+
+def test_a_rank_that_waits_for_a_process_that_was_killed_is_given_no_time() -> None:
+    get = Frame(file="/usr/lib/python3.12/multiprocessing/queues.py", line=103, function="get")
+    waits = working(STEP, get, phase=Phase.VALIDATE, batch=0)
+    assert expected_for_s(scene(waits), no_own_limits) == 277
+    lost = replace(waits, machine=replace(waits.machine, ended=(EndedProcess(pid=7, signal="SIGXCPU"),)))
+    assert expected_for_s(scene(lost), no_own_limits) == 0
 
 
 def test_what_is_usual_work_is_not_expected_to_be_long() -> None:

@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Iterable
 
-from lightning_ncclsafe.facts import IncidentKind, JobFacts, RankFacts
-from lightning_ncclsafe.facts.phase_kinds import LONG_S, phase_kind_of
+from lightning_ncclsafe.facts import IncidentKind, JobFacts, Phase, RankFacts
+from lightning_ncclsafe.facts.phase_kinds import BATCHES_TO_KNOW, LONG_S, PhaseKind, phase_kind_of
 from lightning_ncclsafe.rules.kit.activity import PAUSE
 from lightning_ncclsafe.rules.kit.alone import saves_outside
 from lightning_ncclsafe.rules.kit.frames import is_compiling
@@ -18,8 +18,9 @@ def expected_for_s(job: JobFacts, limit_s: Callable[[str], float]) -> float:
     """For how many more seconds it is normal that ranks make no progress; 0 if it is not.
 
     It is normal for five minutes, or half of the hard limit if that is less, while every rank that others wait for
-    compiles, writes a checkpoint, or is in the first batch of a loop. An exception, the hard limit, or a rank that does
-    not answer is never normal, nor are ranks that wait for one another in different collectives.
+    compiles, writes a checkpoint, or is in the first batch of a loop, or in one of the first five that it evaluates.
+    An exception, the hard limit, or a rank that does not answer is never normal, nor are ranks that wait for one
+    another in different collectives, or for a process that was killed.
 
     Args:
         limit_s: The hard limit, in seconds, by its name in ``PhaseTimeouts``.
@@ -112,11 +113,21 @@ def _awaited(view: Timeline) -> Iterable[int]:
 
 
 def _left_s(view: Timeline, facts: RankFacts, limit_s: Callable[[str], float], *, is_awaited: bool) -> float:
-    phase_kind = phase_kind_of(facts.progress)
-    is_busy = is_compiling(facts.stack) or view.activities[facts.rank].kind is Kind.CHECKPOINT
-    if not phase_kind.is_long and not (is_awaited and is_busy):
+    phase_kind, doing = phase_kind_of(facts.progress), view.activities[facts.rank]
+    is_long = phase_kind.is_long or _evaluates_first_batches(facts, phase_kind)
+    is_busy = is_compiling(facts.stack) or doing.kind is Kind.CHECKPOINT
+    if not is_long and not (is_awaited and is_busy):
+        return 0.0
+    if (doing.waits_alone or doing.waits_for_data) and any(child.signal for child in facts.machine.ended):
         return 0.0
     return min(LONG_S, limit_s(phase_kind.limit_name) / 2) - _idle_or_saving_s(facts)
+
+
+def _evaluates_first_batches(facts: RankFacts, phase_kind: PhaseKind) -> bool:
+    """Whether a rank is in one of the first few batches that it evaluates: how long they take differs a lot."""
+    before = facts.steps.validated if phase_kind.phase is Phase.VALIDATE else 0
+    is_early = max(before, facts.progress.batch_idx + 1) <= BATCHES_TO_KNOW
+    return phase_kind.evaluates and phase_kind.per_batch and is_early
 
 
 def _idle_or_saving_s(facts: RankFacts) -> float:
