@@ -58,7 +58,7 @@ class CaptionShards(L.LightningDataModule):
     """Shards of 256 samples, made at the first start if they are not there yet."""
 
     def __init__(
-        self, root: str = "shards", batch_size: int = 16, num_workers: int = 1, vocab_size: int = 500, total: int = 2270
+        self, root: str = "shards", batch_size: int = 16, num_workers: int = 1, vocab_size: int = 500, total: int = 2014
     ):
         super().__init__()
         self.save_hyperparameters()
@@ -68,7 +68,7 @@ class CaptionShards(L.LightningDataModule):
         hp = self.hparams
         if not (self.root / "train").exists():
             write_shards(self.root / "train", hp.total, 256, hp.vocab_size)
-            write_shards(self.root / "val", 192, 64, hp.vocab_size, seed=1)
+            write_shards(self.root / "val", 256, 64, hp.vocab_size, seed=1)
 
     def setup(self, stage=None):
         self.train_set = TarDataset(sorted((self.root / "train").glob("*.tar")), shuffle_buffer=100)
