@@ -92,7 +92,7 @@ class WGAN(L.LightningModule):
 
 
 class Gallery(Callback):
-    def __init__(self, folder="gallery", draws=700):
+    def __init__(self, folder="gallery", draws=300):
         self.folder, self.draws = Path(folder), draws
         self.writers = []
 
