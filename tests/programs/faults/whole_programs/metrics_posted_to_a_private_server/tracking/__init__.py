@@ -1,0 +1,1 @@
+"""A small tracking service: one server, one Lightning logger."""
