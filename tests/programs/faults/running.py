@@ -192,6 +192,9 @@ class Run:
         children = 0
         if self.launcher is not None:
             argv, children = self.launcher(self.case.world_size) + argv, self.case.world_size
+        # What the suite keeps in the folder is not in the way of files that the program makes.
+        where = folder if program is None else folder / "run"
+        where.mkdir(exist_ok=True)
         running: list[Running | Cold] = []
         left: list[Running | Cold] = []
         with (folder / "output").open("wb") as output:
@@ -199,7 +202,7 @@ class Run:
                 start = Cold if self.case.scenario.is_cold else partial(self.warm.start, children=children)
                 for env in envs:
                     one = environment() | env | self.env | {"TORCH_FR_DUMP_TEMP_FILE": str(folder / _DUMP)}
-                    running.append(start(argv, output=output.fileno(), cwd=folder, env=one))
+                    running.append(start(argv, output=output.fileno(), cwd=where, env=one))
                 left = [*running]
                 report, codes = self.wait(self.case, folder, left)
             finally:
@@ -246,7 +249,7 @@ def _on_gpu(case: Case, backend: str) -> Iterator[list[dict[str, str]]]:
 def _end_launched(folder: Path) -> None:
     """What torchrun starts has sessions of its own."""
     for process in psutil.process_iter(["cwd"]):
-        if process.info["cwd"] == str(folder):
+        if Path(process.info["cwd"] or "/").is_relative_to(folder):
             with suppress(psutil.Error):
                 process.kill()
 
