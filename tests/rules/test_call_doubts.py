@@ -37,7 +37,9 @@ from judged import first, found
 
 from lightning_ncclsafe.facts import (
     Action,
+    Branch,
     Collective,
+    Decides,
     Frame,
     GarbageFacts,
     Group,
@@ -402,6 +404,27 @@ def test_of_ranks_that_outlive_an_aborted_one_that_reduced_with_them_the_keys_ar
         "Rank 2 logs 'telephone' with sync_dist=True in on_validation_epoch_end, and rank 1"
     )
     assert "Rank 0 was reducing a logged value when aborted, as gloo ended it" in finding.summary
+
+
+@pytest.mark.parametrize("test", ["if figures is not None:  (line 46)", ""])
+def test_a_rank_aborted_as_it_gathered_a_unit_that_others_left_out_shows_where_it_was_decided(test: str) -> None:
+    """As recorded: the model is split, and a modality is missing on one of two ranks."""
+    gather = Frame(file=f"{SITE}/torch/distributed/fsdp/_fully_shard/_fsdp_state.py", line=9, function="_pre_forward")
+    branches = (Branch(line=46, test=test, on=Decides.VALUE, until=48),) if test else ()
+    tower = replace(user("forward", 47), branches=branches)
+    said = "op.preamble.length <= op.nbytes. 28224 vs 15456"
+    gone = process(0, "gone", ended_by="SIGABRT", said=said, stack=(RUN, tower, gather, ALL_REDUCE))
+    block = (RUN, user("forward", 50), gather, ALL_REDUCE)
+    left = raised(GLOO.waiting(1, seq=61, world=2), "RuntimeError", "Connection closed", *block, consequence=True)
+    finding = first(job(left, world=2, witnessed=(gone,)))
+    if test:
+        assert (finding.rule, finding.ranks) == ("unused-parameters", (1,))
+        assert finding.location.endswith("train.py:46 in forward")
+        assert "has left out the part of the model at train.py:47 in forward, and is gathering another one at" in (
+            finding.summary
+        )
+    else:
+        assert finding.rule != "unused-parameters"
 
 
 def test_which_of_several_keys_it_was_is_not_guessed() -> None:

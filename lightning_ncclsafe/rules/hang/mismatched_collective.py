@@ -47,6 +47,7 @@ from lightning_ncclsafe.rules.kit import (
     is_of_fsdp,
     joined,
     last_gloo_call,
+    left_out_unit,
     location_of,
     numel,
     odd_sizes,
@@ -126,7 +127,8 @@ def mismatched_collective(view: Timeline) -> Iterator[Finding]:
         yield _roots_finding(view, roots)
     elif split is None:
         ended = aborted_by_gloo(view)
-        is_explained = aborted_model_run(view) or aborted_elsewhere(view) or continued_before_abort(view)
+        explain = (aborted_model_run, aborted_elsewhere, continued_before_abort, left_out_unit)
+        is_explained = any(one(view) for one in explain)
         if ended and not is_explained and call_by_size(view) is None:
             yield _abort(view, ended)
     elif len({call.op for call in split.calls.values()}) == 1:

@@ -1,6 +1,7 @@
 """The cause unused-parameters: one rank's step did not use a part of the model, and its peers wait for it."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from lightning_ncclsafe.code.libraries import BACKWARD
 from lightning_ncclsafe.facts import Collective, RankFacts, StepFacts, UnitKind
@@ -9,33 +10,42 @@ from lightning_ncclsafe.rules.kit import (
     Divergence,
     Evidence,
     Finding,
+    LeftOutUnit,
     Plan,
     Severity,
     Timeline,
     aborted_by_gloo,
     alone_in_trainer,
+    at_words,
     batch_words,
     call_location,
     clause,
     collective_words,
     counted,
     culprits,
+    deepest_user_frame,
     different_counts,
+    ended_process_evidence,
     exception_evidence,
     finding,
     finished_ahead,
     gathering_alone,
+    gloo_abort_words,
     hang_rule,
     how_we_know,
     is_in,
     is_in_action,
+    joined,
+    left_out_unit,
     message_of,
     once,
     out_of_data_first,
     ranks_words,
     send_different_units,
     shift,
+    short_location,
     signature,
+    stack_of,
     unit_of,
     unit_words,
     verb,
@@ -98,6 +108,8 @@ def unused_parameters(view: Timeline) -> Iterator[Finding]:
             yield _reduced_less(view, lacking)
         elif (split := _gathering_different_units(view)) is not None:
             yield _different_units(view, split)
+        elif (unit := left_out_unit(view)) is not None:
+            yield _left_out(view, unit)
 
 
 def _with_incomplete_pass(view: Timeline) -> tuple[int, ...]:
@@ -260,6 +272,18 @@ def _different_units(view: Timeline, split: Divergence) -> Finding:
         f"number {split.seq}: they run different parts of the model, {where_words(view, ranks[0])}."
     )
     return _finding(view, ranks, text, Confidence.LIKELY, _REMEDY_FSDP + _DECIDES, None, split)
+
+
+def _left_out(view: Timeline, unit: LeftOutUnit) -> Finding:
+    left_out = f"{clause(unit.others, 'has|have left out')} the part of the model at {short_location(unit.at)}"
+    gathered = f"{clause(unit.ended, 'was|were')} gathering its parameters when aborted"
+    at = at_words(deepest_user_frame(stack_of(view, unit.others[0])))
+    went_on = f"{verb(unit.others, 'is', 'are')} gathering another one{at}"
+    text = f"{left_out}, and {went_on}; {gathered}, {gloo_abort_words(view, unit.ended)}."
+    text = joined((text, unit.deciding.words()))
+    found = _finding(view, unit.others, text, Confidence.LIKELY, _REMEDY_FSDP, Severity.ERROR)
+    evidence = (*ended_process_evidence(view, unit.ended), *found.evidence)
+    return replace(found, location=unit.deciding.decided_at, evidence=evidence)
 
 
 def _finding(

@@ -9,16 +9,20 @@ from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from lightning_ncclsafe.code.libraries import FSDP_FORWARD
 from lightning_ncclsafe.facts import Branch, Collective, Decides, Frame, Phase, Progress
 from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding
 from lightning_ncclsafe.rules.kit.caught_exceptions import continued_after_exception
 from lightning_ncclsafe.rules.kit.frames import (
+    below_user,
     deepest_user_frame,
     first_user_frame,
     inside_trainer,
+    is_in,
     outside_trainer,
     user_frames,
 )
+from lightning_ncclsafe.rules.kit.gloo_aborts import aborted_by_gloo
 from lightning_ncclsafe.rules.kit.rule import at_most_likely, once
 from lightning_ncclsafe.rules.kit.shifts import usual_sites
 from lightning_ncclsafe.rules.kit.timeline import Divergence, Timeline, signature, stack_of
@@ -331,6 +335,39 @@ def _frame_in(frame: Frame, stack: _Stack) -> Frame | None:
     """The frame of another stack in the same function; None if it is not there."""
     found = (other for other in reversed(stack) if (other.file, other.function) == (frame.file, frame.function))
     return next(found, None)
+
+
+class LeftOutUnit(NamedTuple):
+    """A part of a sharded model that some ranks gathered in forward when gloo aborted them, and others have left out.
+
+    Attributes:
+        ended: The ranks that were aborted.
+        others: The ranks that were gathering another part.
+        at: The line that runs the part.
+        deciding: What may have led around that line.
+    """
+
+    ended: tuple[int, ...]
+    others: tuple[int, ...]
+    at: Frame
+    deciding: DecidingBranches
+
+
+@once
+def left_out_unit(view: Timeline) -> LeftOutUnit | None:
+    """That part; None if ranks were elsewhere, or if the source does not show one thing that may have led around it."""
+    ended, others = aborted_by_gloo(view), tuple(sorted(view.facts))
+    if not ended or not others or {*view.silent} > {*ended}:
+        return None
+    stacks = {rank: stack_of(view, rank) for rank in (*ended, *others)}
+    lines = {rank: deepest_user_frame(stack) for rank, stack in stacks.items()}
+    at = {frame for rank in ended if (frame := lines[rank]) is not None}
+    are_gathering = all(is_in(FSDP_FORWARD, below_user(stack)) for stack in stacks.values())
+    if not are_gathering or len(at) != 1 or not at.isdisjoint(lines[rank] for rank in others):
+        return None
+    (frame,) = at
+    deciding = decision(view, location_of(frame))
+    return LeftOutUnit(ended, others, frame, deciding) if deciding is not None and deciding.decided_at else None
 
 
 class _Made(NamedTuple):
