@@ -131,7 +131,9 @@ class EndedProcess:
         exit_code: Its exit code, if it exited by itself.
         ago_s: Seconds since it ended; None if its end was not observed and its parent has not reaped it.
         is_replaced: Whether its parent has reaped it; a process pool has then started another.
-        stack: Where the thread that a fatal signal struck was, outermost frame first; only of a forked child.
+        raised: The exception that ended it, ``"ValueError: …"``; only of a child that ``multiprocessing`` has forked.
+        stack: Where that was raised, or where the thread that a fatal signal struck was, outermost frame first; only of
+            a forked child.
     """
 
     pid: int
@@ -139,6 +141,7 @@ class EndedProcess:
     exit_code: int | None = None
     ago_s: float | None = None
     is_replaced: bool = False
+    raised: str = ""
     stack: tuple[Frame, ...] = ()
 
 

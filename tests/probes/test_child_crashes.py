@@ -217,3 +217,27 @@ except RuntimeError as error:
 """)
     assert "ERROR: Unexpected segmentation fault encountered in worker." in lines[0]
     assert lines[-1].endswith("'__getitem__']")
+
+
+def test_the_exception_that_ends_a_process_of_multiprocessing_is_found(run: Run) -> None:
+    lines = run("""
+import multiprocessing
+from lightning_ncclsafe.probes.process.child_crashes import raised_in
+
+def read(word):
+    raise ValueError(f"no such word: {word}")
+
+def ended_in(target, *arguments):
+    process = multiprocessing.get_context("fork").Process(target=target, args=arguments)
+    process.start()
+    process.join()
+    return process.pid
+
+before = ended_in(read, "a")
+listen()
+raised, left = ended_in(read, "b"), ended_in(lambda: exit(3))
+error = raised_in(raised)
+print(error.type, error.message, functions(error.stack)[-1], raised_in(before), raised_in(left), raised_in(os.getpid()))
+print(multiprocessing.process.BaseProcess._bootstrap.__module__)
+""")
+    assert lines[-2:] == ["ValueError no such word: b read None None None", "multiprocessing.process"]

@@ -356,6 +356,12 @@ def test_a_child_that_has_exited_by_itself_is_less_sure() -> None:
     assert "num_workers" not in finding.remedy and {item.source for item in finding.evidence}.isdisjoint(
         ("loader", "host")
     )
+    failed = replace(ended[0], raised="MemoryError: no room", stack=(user("resample", 17),))
+    ranks = tuple(replace(one, machine=replace(one.machine, ended=(failed,) if one.rank == 2 else ())) for one in ranks)
+    finding = first(replace(facts, ranks=ranks))
+    assert "was ended by MemoryError: no room at train.py:17 in resample" in finding.summary
+    assert finding.location.endswith("train.py:17 in resample")
+    assert finding.remedy.startswith("Correct this exception.")
 
 
 @pytest.mark.parametrize(

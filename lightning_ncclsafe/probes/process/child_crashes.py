@@ -1,21 +1,26 @@
-"""Where a forked child was when a fatal signal ended it: a loader's worker, mostly, in a decoder's native code.
+"""Where a forked child was when a fatal signal or an exception ended it: a loader's worker, mostly, or a pool's.
 
-Before each fork, a file in memory is made, to which ``faulthandler`` in the child writes. The child also writes its
-number, so that the parent knows whose file it is, and how many of its frames are the parent's. Spawned children, and
-those of a program that has switched ``faulthandler`` on itself, write nothing here.
+Before each fork, a file in memory is made, to which ``faulthandler`` in the child writes, and what runs a process of
+``multiprocessing``. The child also writes its number, so that the parent knows whose file it is, and how many of its
+frames are the parent's. Spawned children, and those of a program that has switched ``faulthandler`` on itself, write
+nothing here.
 """
 
 import os
 import sys
 import threading
 from contextlib import suppress
+from multiprocessing.process import BaseProcess
+from typing import Any
 
 import psutil
 
 from lightning_ncclsafe._torch.loading import around_worker_handlers
-from lightning_ncclsafe.facts import Frame
+from lightning_ncclsafe.facts import ExceptionFacts, Frame, codec
 from lightning_ncclsafe.probes.process.crash_file import cease_crashes, write_crashes_to, writes_crashes
 from lightning_ncclsafe.probes.process.crash_traces import parse_crash_of_fork
+from lightning_ncclsafe.probes.process.stacks import exception_facts
+from lightning_ncclsafe.probes.process.traceback_signal import RAISED
 
 # Files of children that have ended are closed when there are more, but for these traces.
 _MOST, _MOST_TRACES = 64, 16
@@ -63,6 +68,18 @@ def crash_of(pid: int, signal: str) -> tuple[Frame, ...]:
     return ()
 
 
+def raised_in(pid: int) -> ExceptionFacts | None:
+    """The exception that has ended a child of ``multiprocessing``; None if there was none, or it is unknown."""
+    with _lock:
+        for file in reversed(_files):
+            if _header(file)[0] == pid:
+                with suppress(OSError, codec.DecodeError):
+                    text = os.pread(file, _MOST_BYTES, _HEADER_BYTES).decode("utf-8", "replace")
+                    _, mark, raised = text.rpartition(f"\n{RAISED}")
+                    return codec.decode(ExceptionFacts, raised.partition("\n")[0].encode()) if mark else None
+    return None
+
+
 def _header(file: int) -> tuple[int, int]:
     """The child's process id, and the number of frames that it has from its parent; 0 before it has written them."""
     with suppress(OSError, ValueError):
@@ -98,8 +115,36 @@ def _in_child() -> None:
         with suppress(OSError):
             os.write(file, f"{os.getpid()} {depth}".encode().ljust(_HEADER_BYTES))
             write_crashes_to(file)
+            _note_exceptions(file)
             # A worker's own handlers of torch take the place of these; they come first if they are set before.
             around_worker_handlers(cease_crashes, lambda: write_crashes_to(file))
+
+
+def _note_exceptions(file: int) -> None:
+    """In a child: the exception that ends it as a process of ``multiprocessing``, which only prints it, is written."""
+    # No other place sees it; and this child's copy of the class is its own.
+    kind: Any = BaseProcess
+    bootstrap, pid = kind._bootstrap, os.getpid()
+
+    def _bootstrap(process: Any, *args: Any, **kwargs: Any) -> Any:
+        run = process.run
+
+        def noted() -> None:
+            try:
+                run()
+            except Exception as error:
+                with suppress(Exception):
+                    # A child of this one has its own file.
+                    if os.getpid() == pid:
+                        raised = codec.encode(exception_facts(error, is_consequence=False))
+                        os.write(file, f"\n{RAISED}".encode() + raised + b"\n")
+                raise
+
+        with suppress(AttributeError):
+            process.run = noted
+        return bootstrap(process, *args, **kwargs)
+
+    kind._bootstrap = _bootstrap
 
 
 def _under_way() -> list[tuple[int, int]]:

@@ -26,6 +26,7 @@ _KILLED = (os.CLD_KILLED, os.CLD_DUMPED) if hasattr(os, "CLD_KILLED") else ()
 _EVERY_S = 1.0
 _MOST = 128
 _KEPT = 16
+_MOST_SAID = 300
 # Signals that a pool sends to its own processes.
 _OWN_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP")
 # Reaped children count if they ended this long before the standstill, or later.
@@ -88,7 +89,7 @@ class ChildWatch:
             at_s, child = seen[pid]
             if now_s - at_s <= idle_s + _RECENT_S and child.signal not in _OWN_SIGNALS:
                 found.append(replace(_aged(child, now_s - at_s), is_replaced=True))
-        return tuple(replace(child, stack=child_crashes.crash_of(child.pid, child.signal)) for child in found)
+        return tuple(map(_with_place, found))
 
     def done(self) -> tuple[int, ...]:
         """Process ids of the last children that are known to have exited with status 0."""
@@ -231,3 +232,13 @@ def _ended(number: int, kind: int | None = None) -> EndedProcess | None:
         if status is not None:
             return EndedProcess(pid=status.si_pid, exit_code=status.si_status)
     return None
+
+
+def _with_place(child: EndedProcess) -> EndedProcess:
+    """The same, with where it was when a signal or an exception ended it."""
+    if child.signal:
+        return replace(child, stack=child_crashes.crash_of(child.pid, child.signal))
+    raised = child_crashes.raised_in(child.pid)
+    if raised is None:
+        return child
+    return replace(child, stack=raised.stack, raised=f"{raised.type}: {raised.message}".rstrip(": ")[:_MOST_SAID])

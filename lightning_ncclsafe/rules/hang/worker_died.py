@@ -98,6 +98,9 @@ _REMEDY_OWN_EXITED = (
     "it runs. If it shares a pipe with the rank, close the end of it there that is not the rank's: only then does recv "
     "raise EOFError."
 )
+_REMEDY_OWN_RAISED = (
+    "Correct this exception. A process only prints it: to let the rank know, catch it there and send it to the rank."
+)
 _REMEDY_OWN_CALL = "Look first at what leads to {code} at {place}. If it was not that: "
 _REMEDY_WAIT = (
     "So that the rank does not wait for a dead process, wait with a timeout and check Process.is_alive() or its "
@@ -262,7 +265,7 @@ def _waits_in_vain(view: Timeline, rank: int) -> Finding:
     is_own = _waits_for_users_process(facts)
     waits = "waits for another process" if is_own else "waits for its dataloader"
     frame = deepest_user_frame(chosen.stack)
-    calls = _calls(view, chosen.exit_code, chosen.signal)
+    calls = ExitCalls(None, ()) if chosen.raised else _calls(view, chosen.exit_code, chosen.signal)
     of_end = _evidence_of_own(facts, chosen.signal, calls) if is_own else (*_evidence(facts), *calls.evidence(rank))
     text = (
         f"Rank {rank} {waits}, and its child process {chosen.pid} {_end_words(chosen)}{at_words(frame)}"
@@ -293,6 +296,8 @@ def _remedy_of_own(facts: RankFacts, child: EndedProcess, calls: ExitCalls) -> s
     """What to do about a process of the user's: a call of the code that ends processes so is the first suspect."""
     if child.signal in _ENDS:
         why = _REMEDY_ENDED
+    elif child.raised:
+        why = _REMEDY_OWN_RAISED
     elif child.exit_code is not None:
         why = _REMEDY_OWN_EXITED
     else:
@@ -369,6 +374,8 @@ def _misses_a_worker(facts: RankFacts) -> bool:
 
 
 def _end_words(child: EndedProcess) -> str:
+    if child.raised:
+        return f"was ended by {child.raised}"
     return f"was killed by {child.signal}" if child.signal else f"exited with code {child.exit_code}"
 
 
