@@ -527,6 +527,16 @@ def test_a_rank_that_has_changed_when_it_ends_has_stopped_early() -> None:
     assert "stopped-early" not in rules(job(alike[0], ended, *alike[1:]))
 
 
+@pytest.mark.parametrize(("end", "is_told"), [(LoopEnd.SHOULD_STOP, True), (LoopEnd.DATA, False)])
+def test_a_rank_that_was_asked_to_stop_has_left_a_stream_that_the_others_read_on(end: LoopEnd, is_told: bool) -> None:
+    """As recorded: all are in the same batch, which may be the last of a stream; the others ask for the next one."""
+    vote = "[Callback]ModelCheckpoint.on_train_epoch_end"
+    ahead = trained(GLOO.rank(1, BARRIER, seq=61, outstanding=1, op="barrier", sizes=(), batch=2, action=vote), end)
+    others = [trained(GLOO.waiting(n, seq=61, batch=2), LoopEnd.DATA) for n in (0, 2, 3)]
+    told = [replace(facts, trainer=replace(facts.trainer, batches=None)) for facts in (others[0], ahead, *others[1:])]  # type: ignore[type-var, arg-type]
+    assert ("stopped-early" in rules(job(*told))) is is_told
+
+
 def test_a_rank_that_has_set_its_count_of_epochs_has_stopped_early() -> None:
     ended = trained(GLOO.finished(1, seq=60, batch=5), LoopEnd.DATA, begun=6, **{"first epoch": "4"})
     others = [trained(GLOO.waiting(n, seq=61, batch=0, epoch=2)) for n in (0, 2, 3)]
