@@ -26,6 +26,7 @@ from scores import (
     score_healthy,
 )
 from truths import Case, Moment, Scenario
+from whole_programs import whole_programs
 
 from lightning_ncclsafe.facts import Incident, IncidentKind, JobFacts, Phase, ProcessFacts, Progress, RankFacts
 from lightning_ncclsafe.facts.codec import from_plain
@@ -249,10 +250,21 @@ def test_what_is_wrong_is_told_in_a_line() -> None:
 
 def test_every_case_has_one_marked_line_and_fitting_ranks() -> None:
     assert len({case.scenario.name for case in CASES.values()}) == len(truths.SCENARIOS)
-    for case in CASES.values():
+    for case in (*CASES.values(), *whole_programs()):
         assert bool(case.place) == case.scenario.has_line
         assert {*case.ranks} <= {*range(case.world_size)}
         assert bool(case.ranks) == (not case.is_healthy and case.scenario.has_ranks)
+
+
+def test_a_whole_program_names_known_causes_and_starts_with_a_file_of_its_own() -> None:
+    cases, names = whole_programs(), {rule.name for rule in HANG_RULES}
+    assert len(cases) >= 28
+    for case in cases:
+        program = case.scenario.program
+        assert program is not None and Path(program.argv[0]).parent == program.folder
+        assert program.launcher in running.LAUNCHERS
+        assert {*case.scenario.causes} <= names
+        assert case.scenario.source.startswith("https://")
 
 
 def test_there_are_enough_of_them() -> None:
