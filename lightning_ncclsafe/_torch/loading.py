@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
+from torch._utils import ExceptionWrapper
 from torch.utils.data import IterableDataset, _utils, dataloader
 from torch.utils.data._utils import signal_handling
 
@@ -43,6 +44,17 @@ def around_worker_handlers(before: Callable[[], object], after: Callable[[], obj
         after()
 
     handling._set_worker_signal_handlers = set_handlers
+
+
+def sent_instead_of_batch(sent: object) -> tuple[str, str] | None:
+    """The error that a loader's worker sends in place of a batch: its class's name, and its traceback as printed.
+
+    Args:
+        sent: What the worker puts into its queue.
+    """
+    parts = sent if isinstance(sent, tuple) else ()
+    errors = (part for part in parts if isinstance(part, ExceptionWrapper))
+    return next(((str(one.exc_type.__name__), str(one.exc_msg)) for one in errors), None)
 
 
 class WorkersSilent(Exception):

@@ -71,7 +71,8 @@ class ProcessFacts:
         thread_stack: Stack of another thread that was in a collective, called by the user's code, when it ended.
         said: Why it aborted itself: the last lines on its stderr. Other ranks may write to the same file.
         exit_code: The status with which it exited; None if it is alive, or if that is unknown.
-        raised: The exception that left its program, outside of the Trainer; None if there is none, or it is unknown.
+        raised: The exception that left its program, outside of the Trainer, or, of a loader's worker, the last one that
+            could not be sent to its rank; None if there is none, or it is unknown.
         last_seen: Where it was shortly before it ended; None if it is alive, or if that is unknown.
         ran_share: Share of a core that its main thread got between two looks, 0 to 1.
         queued_share: Share of the time between them in which it was ready to run but waited for a core.

@@ -32,6 +32,7 @@ from lightning_ncclsafe.probes.network import taken_interface
 from lightning_ncclsafe.probes.peers import Peers
 from lightning_ncclsafe.probes.process import (
     breakpoints,
+    child_crashes,
     child_waits,
     file_waits,
     flight_recorder,
@@ -304,7 +305,8 @@ class RankProbe:
         for index, seen in enumerate(workers[:_WORKERS_ASKED]):
             if self._armed is not None:
                 stack = self._stack_of_worker(seen, self._armed)
-                workers[index] = replace(seen, stack=stacks.with_source(stack))
+                raised = child_crashes.raised_in(seen.pid)
+                workers[index] = replace(seen, stack=stacks.with_source(stack), raised=raised)
         return tuple(workers)
 
     def _stack_of_worker(self, seen: ProcessFacts, armed: traceback_signal.Armed) -> tuple[Frame, ...]:

@@ -241,3 +241,38 @@ print(error.type, error.message, functions(error.stack)[-1], raised_in(before), 
 print(multiprocessing.process.BaseProcess._bootstrap.__module__)
 """)
     assert lines[-2:] == ["ValueError no such word: b read None None None", "multiprocessing.process"]
+
+
+def test_the_error_that_a_worker_cannot_send_is_found(run: Run) -> None:
+    """Its class is made at run time, as botocore makes its own."""
+    lines = run("""
+import multiprocessing, sys
+from multiprocessing.queues import Queue
+from lightning_ncclsafe.probes.process.child_crashes import raised_in
+from torch._utils import ExceptionWrapper
+
+def read():
+    raise type("NoSuchKey", (KeyError,), {})("clip-7")
+
+def work(queue, sends):
+    try:
+        read()
+    except KeyError:
+        queue.put((0, ExceptionWrapper(sys.exc_info()) if sends else lambda: None))
+    queue.close()
+    queue.join_thread()
+
+def worked(sends):
+    queue = multiprocessing.get_context("fork").Queue()
+    process = multiprocessing.get_context("fork").Process(target=work, args=(queue, sends))
+    process.start()
+    process.join()
+    return raised_in(process.pid)
+
+listen()
+error, batch = worked(True), worked(False)
+print(error.type, error.message, functions(error.stack), batch.type)
+print(Queue._on_queue_feeder_error.__module__)
+""")
+    assert lines[-2].startswith("NoSuchKey 'clip-7' ['work', 'read'] ")
+    assert lines[-1] == "multiprocessing.queues"

@@ -13,6 +13,7 @@ from lightning_ncclsafe.facts import (
     Branch,
     ChildProcess,
     Decides,
+    ExceptionFacts,
     Frame,
     LoaderFacts,
     Phase,
@@ -194,6 +195,10 @@ def test_a_worker_without_a_task_has_not_handed_over_what_it_made() -> None:
     assert "(its only worker waits for the next task:" in stalled(idle).summary
     assert lost.remedy.startswith("Look for a traceback on this rank's stderr")
     assert not stalled(idle, busy).remedy.startswith("Look for a traceback")
+    error = ExceptionFacts(type="NoSuchKey", message="clip-7", stack=(own, user("read", 9)))
+    unsent = stalled(replace(idle, raised=error))
+    assert "NoSuchKey: clip-7 at train.py:9 in read, which could not be pickled and sent" in unsent.summary
+    assert unsent.location.endswith("train.py:9 in read") and unsent.remedy.startswith("Correct this error.")
 
 
 def test_a_logger_that_waits_for_its_own_process_is_to_let_that_one_finish() -> None:

@@ -7,25 +7,31 @@ nothing here.
 """
 
 import os
+import re
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from multiprocessing.process import BaseProcess
-from typing import Any
+from multiprocessing.queues import Queue
+from typing import Any, cast
 
 import psutil
 
-from lightning_ncclsafe._torch.loading import around_worker_handlers
+from lightning_ncclsafe._torch.loading import around_worker_handlers, sent_instead_of_batch
 from lightning_ncclsafe.facts import ExceptionFacts, Frame, codec
 from lightning_ncclsafe.probes.process.crash_file import cease_crashes, write_crashes_to, writes_crashes
 from lightning_ncclsafe.probes.process.crash_traces import parse_crash_of_fork
-from lightning_ncclsafe.probes.process.stacks import exception_facts
+from lightning_ncclsafe.probes.process.stacks import exception_facts, seen_frame
 from lightning_ncclsafe.probes.process.traceback_signal import RAISED
 
 # Files of children that have ended are closed when there are more, but for these traces.
 _MOST, _MOST_TRACES = 64, 16
 _HEADER_BYTES = 32
 _MOST_BYTES = 1 << 18
+_MOST_SAID = 300
+_FRAME = re.compile(r'^ *File "(?P<file>.+)", line (?P<line>\d+), in (?P<function>.+)$', re.MULTILINE)
 
 _listeners = 0
 # A signal's handler may fork.
@@ -69,7 +75,10 @@ def crash_of(pid: int, signal: str) -> tuple[Frame, ...]:
 
 
 def raised_in(pid: int) -> ExceptionFacts | None:
-    """The exception that has ended a child of ``multiprocessing``; None if there was none, or it is unknown."""
+    """The last exception that a child of ``multiprocessing`` has only printed; None if none is known.
+
+    It has ended the child, or could not be pickled, and so has not been sent.
+    """
     with _lock:
         for file in reversed(_files):
             if _header(file)[0] == pid:
@@ -121,30 +130,45 @@ def _in_child() -> None:
 
 
 def _note_exceptions(file: int) -> None:
-    """In a child: the exception that ends it as a process of ``multiprocessing``, which only prints it, is written."""
-    # No other place sees it; and this child's copy of the class is its own.
-    kind: Any = BaseProcess
-    bootstrap, pid = kind._bootstrap, os.getpid()
+    """In a child: what ``multiprocessing`` only prints is written: what ends a process, and what cannot be sent."""
+    # No other place sees it; and this child's copies of the classes are its own.
+    process, queue, pid = cast("Any", BaseProcess), cast("Any", Queue), os.getpid()
+    bootstrap, on_error = process._bootstrap, queue._on_queue_feeder_error
 
-    def _bootstrap(process: Any, *args: Any, **kwargs: Any) -> Any:
-        run = process.run
+    def write(read: Callable[[], ExceptionFacts]) -> None:
+        with suppress(Exception):
+            # A child of this one has its own file.
+            if os.getpid() == pid:
+                os.write(file, f"\n{RAISED}".encode() + codec.encode(read()) + b"\n")
 
-        def noted() -> None:
-            try:
-                run()
-            except Exception as error:
-                with suppress(Exception):
-                    # A child of this one has its own file.
-                    if os.getpid() == pid:
-                        raised = codec.encode(exception_facts(error, is_consequence=False))
-                        os.write(file, f"\n{RAISED}".encode() + raised + b"\n")
-                raise
+    def noted(run: Callable[[], None]) -> None:
+        try:
+            run()
+        except Exception as error:
+            write(partial(exception_facts, error, is_consequence=False))
+            raise
 
+    def _bootstrap(one: Any, *args: Any, **kwargs: Any) -> Any:
         with suppress(AttributeError):
-            process.run = noted
-        return bootstrap(process, *args, **kwargs)
+            one.run = partial(noted, one.run)
+        return bootstrap(one, *args, **kwargs)
 
-    kind._bootstrap = _bootstrap
+    def _on_queue_feeder_error(error: BaseException, sent: Any) -> None:
+        write(partial(_unsent, error, sent))
+        on_error(error, sent)
+
+    process._bootstrap, queue._on_queue_feeder_error = _bootstrap, staticmethod(_on_queue_feeder_error)
+
+
+def _unsent(error: BaseException, sent: Any) -> ExceptionFacts:
+    """The error that a loader's worker could not send, by its printed traceback; else why it could not be sent."""
+    instead = sent_instead_of_batch(sent)
+    if instead is None:
+        return exception_facts(error, is_consequence=False)
+    kind, text = instead
+    frames = (seen_frame(one["file"], int(one["line"]), one["function"]) for one in _FRAME.finditer(text))
+    message = text.rstrip().rpartition("\n")[2].partition(": ")[2]
+    return ExceptionFacts(type=kind, message=message[:_MOST_SAID], stack=tuple(frames))
 
 
 def _under_way() -> list[tuple[int, int]]:

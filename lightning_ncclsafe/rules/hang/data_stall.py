@@ -12,7 +12,7 @@ from lightning_ncclsafe.code.libraries import (
     TAKES_SHARED_LOCK,
     WAITS_FOR_OTHERS,
 )
-from lightning_ncclsafe.facts import Frame, LoaderFacts, ProcessFacts, RankFacts
+from lightning_ncclsafe.facts import ExceptionFacts, Frame, LoaderFacts, ProcessFacts, RankFacts
 from lightning_ncclsafe.rules.kit import (
     Evidence,
     Finding,
@@ -55,6 +55,11 @@ _REMEDY_UNSENT = (
     "Look for a traceback on this rank's stderr: a worker prints it if a batch, or the error raised in its place, "
     "cannot be pickled (local classes, lambdas, open files, locks). Return tensors and plain Python objects, and raise "
     "exceptions of classes at the top of a module. num_workers=0 raises the error in the rank itself."
+)
+_REMEDY_UNSENT_ERROR = (
+    "Correct this error. The rank would have raised it, but its class cannot be pickled: it was made in a function or "
+    "at run time (as botocore makes its own). Catch it in the dataset, and raise an exception of a class at the top of "
+    "a module instead."
 )
 _REMEDY_LOCK = (
     "This line waits for a lock that nobody releases: look at what else takes it, and whether the worker itself has it "
@@ -118,7 +123,23 @@ def _own_stack(worker: ProcessFacts) -> tuple[Frame, ...]:
 
 
 def _worker_location(facts: RankFacts) -> str:
+    unsent = _unsent(facts)
+    if unsent is not None:
+        return location_of(deepest_user_frame(unsent.stack))
     return location_of(first_user_frame(map(_own_stack, facts.workers)))
+
+
+def _unsent(facts: RankFacts) -> ExceptionFacts | None:
+    """The error that a worker could not send, if that is what its rank waits for."""
+    return next((worker.raised for worker in facts.workers if worker.raised), None) if _all_idle(facts) else None
+
+
+def _unsent_words(facts: RankFacts) -> str:
+    unsent = _unsent(facts)
+    if unsent is None:
+        return "what was made of the last one has not arrived"
+    what = f"{unsent.type}: {unsent.message}".rstrip(": ")
+    return f"{what}{at_words(deepest_user_frame(unsent.stack))}, which could not be pickled and sent to the rank"
 
 
 def _workers_words(facts: RankFacts) -> str:
@@ -127,7 +148,7 @@ def _workers_words(facts: RankFacts) -> str:
         return ", which has no workers" if idle else ""
     if _all_idle(facts):
         who = "its only worker waits" if len(facts.workers) == 1 else f"all its {len(facts.workers)} workers wait"
-        return f" ({who} for the next task: what was made of the last one has not arrived)"
+        return f" ({who} for the next task: {_unsent_words(facts)})"
     doing = Counter(_worker_words(worker) for worker in facts.workers).most_common(2)
     every = len(facts.workers)
     if doing[0][1] == every:
@@ -172,6 +193,8 @@ def _loader_words(loader: LoaderFacts) -> str:
 
 
 def _remedy(facts: RankFacts) -> str:
+    if (unsent := _unsent(facts)) is not None and deepest_user_frame(unsent.stack) is not None:
+        return _REMEDY_UNSENT_ERROR
     if _all_idle(facts):
         return _REMEDY_UNSENT
     stacks = [_own_stack(worker) for worker in facts.workers] or [facts.stack]
