@@ -213,7 +213,11 @@ class Agreement:
     def _write(self, diagnosis: Diagnosis, *, is_refused: bool = False) -> str:
         if self._identity.rank != 0:
             return ""
-        return write_all(diagnosis, self._report_dir, self._say, is_refused=is_refused)
+        folder = write_all(diagnosis, self._report_dir, self._say, is_refused=is_refused)
+        if is_refused and folder:
+            # A launcher may end this rank, whose exception has the folder, as soon as another one has raised.
+            self._say(f"report: {folder}")
+        return folder
 
 
 def _with_places(diagnosis: Diagnosis, line_at: LineAt) -> Diagnosis:

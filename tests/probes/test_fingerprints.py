@@ -323,6 +323,7 @@ class TestValues:
     def test_equal_content_is_equal(self) -> None:
         strided = torch.arange(12).reshape(3, 4)
         assert found(strided.T) == found(strided.T.contiguous())
+        assert found([strided.T[1]]) == found([strided.T[1].contiguous()]) != {}
         assert found(strided.float().requires_grad_()) == found(strided.float())
         assert found([{"x": 1, "y": 2}]) == found([{"y": 2, "x": 1}])
         assert found(["/here/d/1.png"]) == found(["/there/d/1.png"])

@@ -102,7 +102,7 @@ def found(facts: JobFacts) -> dict[str, Finding]:
             Confidence.CERTAIN,
             (
                 "Rank 1 has skipped batch 11 of epoch 0: its training_step returned without a backward pass",
-                "(its only line that returns nothing is train.py:88 in training_step), which Lightning refuses",
+                "(its only `return` without a value is train.py:88 in training_step), which Lightning refuses",
             ),
         ),
         (scenes.step_skipped_by_hand, Confidence.LIKELY, ("skipped batch 3 of epoch 0", "past the end of the Trainer")),
@@ -1160,6 +1160,19 @@ def test_ranks_that_all_resume_from_paths_of_their_own_have_no_different_setting
 def test_a_rank_that_has_not_come_to_resuming_may_have_a_checkpoint_yet() -> None:
     waiting = [_resumes("", RESUME_END, rank=rank) for rank in (1, 2)]
     assert "different-trainer-settings" not in found(job(_own_path(0), *waiting, _resumes(rank=3)))
+
+
+def test_a_logged_metric_is_to_be_logged_on_all_ranks_whatever_sync_dist_is() -> None:
+    scene = scenes.key_that_one_rank_lacks(GLOO)
+    value = found(scene)["diverged-log-keys"]
+    assert "with sync_dist=True" in value.summary and value.remedy.startswith("Log the same keys")
+    ranks = [
+        replace(one, steps=replace(one.steps, logged=tuple(replace(key, states=("n",)) for key in one.steps.logged)))
+        for one in scene.ranks
+    ]
+    metric = found(replace(scene, ranks=tuple(ranks)))["diverged-log-keys"]
+    assert "log the metric 'val_extra' in validation_step" in metric.summary
+    assert metric.remedy.startswith("Log this metric on all ranks")
 
 
 def test_settings_of_a_rank_that_has_not_begun_to_train_are_unknown() -> None:

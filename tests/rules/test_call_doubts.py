@@ -420,7 +420,7 @@ def test_a_rank_aborted_as_it_gathered_a_unit_that_others_left_out_shows_where_i
     if test:
         assert (finding.rule, finding.ranks) == ("unused-parameters", (1,))
         assert finding.location.endswith("train.py:46 in forward")
-        assert "has left out the part of the model at train.py:47 in forward, and is gathering another one at" in (
+        assert "has left out the part of the model at train.py:47 in forward, and was gathering another one at" in (
             finding.summary
         )
     else:

@@ -301,7 +301,7 @@ def test_a_rank_that_is_past_an_epoch_that_has_not_run_out_has_stopped_early() -
 
 
 @pytest.mark.parametrize(
-    ("epoch", "words"), [(1, "with 3 of 6 batches begun,"), (2, "with 3 of 6 batches of epoch 1 begun,")]
+    ("epoch", "words"), [(1, "after batch 2 (of 6 batches),"), (2, "after batch 2 of epoch 1 (of 6 batches),")]
 )
 def test_a_rank_that_has_finished_may_have_left_a_later_epoch(epoch: int, words: str) -> None:
     """Whatever ended its epoch may have ended all others, too: its batches are of the last one."""

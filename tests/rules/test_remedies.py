@@ -244,7 +244,7 @@ def test_who_waits_besides_a_rank_that_skipped_a_step_is_told() -> None:
     others = StepFacts(with_backward=13, skipped=0)
     waiting = (replace(GLOO.waiting(n, seq=61), steps=others) for n in (0, 2, 3))
     summary = first(job(replace(inside, steps=steps), *waiting)).summary
-    assert "(its only line that returns nothing is a.py:9); it now waits in all_gather (sequence number 61, " in summary
+    assert "(its only `return` without a value is a.py:9); it now waits in all_gather (sequence number 61, " in summary
     assert "; it is now in training_step" in skipped(1).summary
 
 

@@ -312,7 +312,8 @@ def head_of(value: Any, most: int) -> Any:
 def bytes_of(value: Any) -> bytes:
     """The elements as they are in memory."""
     if isinstance(value, torch.Tensor):
-        flat = value.detach().resolve_conj().resolve_neg().reshape(-1)
+        # A view of bytes needs elements side by side: a column of a table, as a row of its own, has them apart.
+        flat = value.detach().resolve_conj().resolve_neg().reshape(-1).contiguous()
         return bytes(flat.view(torch.uint8).numpy().tobytes())
     return bytes(value.tobytes())
 

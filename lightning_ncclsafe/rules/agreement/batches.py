@@ -42,11 +42,18 @@ _POLICIES = {
 }
 
 
+_OR_STOP = (
+    " If that is not possible, callbacks=[DatasetAgreement(on_uneven='stop_together')] in the Trainer ends each epoch "
+    "on all ranks with the first that runs out, and on_uneven='repeat' with the last."
+)
 _REMEDY = (
     "Give every rank the same number of batches: seed every split alike, pack and filter before sharding, cut or pad "
-    "shards to one length, use the same number of loader workers, or set drop_last=True. If that is not possible, "
-    "DatasetAgreement(on_uneven='stop_together') ends each epoch on all ranks with the first that runs out, and "
-    "on_uneven='repeat' with the last."
+    "shards to one length, or use the same number of loader workers." + _OR_STOP
+)
+_REMEDY_ENDED = (
+    "Give every rank the same number of batches: deal out samples so that all ranks have equally many, cut or repeat "
+    "each rank's share to one length (itertools.islice with a number that all ranks have), and pack and filter before "
+    "sharding." + _OR_STOP
 )
 
 
@@ -149,6 +156,7 @@ def _ended_unevenly(view: JobData, loader: JobLoader, ended: tuple[int, ...]) ->
         joined((text, _END_POLICIES.get(view.policy, ""))),
         severity=Severity.ERROR if view.policy == "raise" else Severity.WARNING,
         evidence=tuple(_evidence(loader, rank) for rank in [*ended, *others][:_LISTED]),
+        remedy=_REMEDY_ENDED,
     )
 
 

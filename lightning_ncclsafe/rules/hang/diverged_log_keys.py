@@ -50,8 +50,13 @@ from lightning_ncclsafe.rules.kit import (
 
 _LISTED = 8
 _REMEDY = (
-    "Log the same keys with sync_dist=True on all ranks, in the same order: log 0 or nan for a value that a rank does "
-    "not have, and log what only one rank has with sync_dist=False and rank_zero_only=True."
+    "Log the same keys with sync_dist=True on all ranks, in the same order. If a rank has nothing to log for a key, "
+    "log a torchmetrics metric instead, also where it has had no update: 0 or nan would change the mean over ranks. "
+    "Log what only one rank has with sync_dist=False and rank_zero_only=True."
+)
+_REMEDY_METRIC = (
+    "Log this metric on all ranks, also where it has had no update, so without a condition on the data: its compute() "
+    "exchanges its states between ranks, whatever sync_dist is."
 )
 _REMEDY_ENTRIES = (
     "Update this metric equally often on all ranks, even if a batch has nothing for it (with an empty tensor), or give "
@@ -302,14 +307,16 @@ def _finding(view: Timeline, odd: _UncommonKey) -> Finding:
     lacking = "" if alone else f", and {clause(ranks, 'does|do not')}"
     if odd.is_mutual:
         lacking += f", and {clause(odd.lacking, 'logs|log other keys')}"
-    text = joined((ranks_words(odd.having), "alone" if alone else "", verb(odd.having, "logs", "log"), repr(key.name)))
+    what = f"the metric {key.name!r}" if key.states else f"{key.name!r} with sync_dist=True"
+    text = joined((ranks_words(odd.having), "alone" if alone else "", verb(odd.having, "logs", "log"), what))
     found = _logging_finding(
         view,
         ranks,
-        f"{text} with sync_dist=True in {key.hook}{under}{lacking}",
+        f"{text} in {key.hook}{under}{lacking}",
         key.place,
         Confidence.CERTAIN if _is_past(view, odd) else Confidence.LIKELY,
     )
+    found = replace(found, remedy=_REMEDY_METRIC) if key.states else found
     if not odd.ended:
         return found
     was = capitalised(clause(odd.ended, "was|were"))
@@ -380,5 +387,5 @@ def _key_evidence(view: Timeline) -> Iterator[Evidence]:
     alike = ranks_by(logged) if any(logged.values()) else {}
     for names, ranks in list(alike.items())[:_LISTED]:
         listed = ", ".join(map(repr, names[:_LISTED])) + (", …" if len(names) > _LISTED else "")
-        text = f"{capitalised(clause(ranks, 'has|have'))} logged {listed or 'nothing'} together."
+        text = f"{capitalised(clause(ranks, 'has|have'))} logged {listed or 'nothing'}."
         yield evidence_about(ranks, "logger", text)

@@ -337,7 +337,7 @@ def _skipped_at(view: Timeline, steps: StepFacts) -> str:
 
 def _at(facts: RankFacts) -> str:
     places = facts.steps.returns_nothing
-    return f" (its only line that returns nothing is {short_place(places[0])})" if len(places) == 1 else ""
+    return f" (its only `return` without a value is {short_place(places[0])})" if len(places) == 1 else ""
 
 
 def _evidence(view: Timeline, ranks: tuple[int, ...]) -> Iterator[Evidence]:

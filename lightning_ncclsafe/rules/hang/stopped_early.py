@@ -15,6 +15,7 @@ from lightning_ncclsafe.rules.kit import (
     batch_words,
     capitalised,
     clause,
+    counted,
     different_counts,
     evidence_about,
     finding,
@@ -35,8 +36,9 @@ from lightning_ncclsafe.rules.kit import (
 _STOPPING = frozenset({"EarlyStopping", "Timer"})
 _REMEDIES = {
     LoopEnd.SHOULD_STOP: (
-        "Decide on all ranks together: log what EarlyStopping monitors with sync_dist=True, and reduce a condition of "
-        "your own before you set trainer.should_stop (self.trainer.strategy.reduce_boolean_decision(stop, all=False))."
+        "Let all ranks decide together: on every rank, outside of any condition, call "
+        "stop = self.trainer.strategy.reduce_boolean_decision(stop, all=False), and set trainer.should_stop only if "
+        "the result is true."
     ),
     LoopEnd.MAX_STEPS: (
         "Look for optimizer steps that one rank makes and another skips: manual optimization under a condition, steps "
@@ -48,6 +50,11 @@ _REMEDIES = {
         "it on all ranks, or on none."
     ),
 }
+_REMEDY_CALLBACK = (
+    "Let all ranks decide together: log what EarlyStopping monitors with sync_dist=True. If your own code sets "
+    "trainer.should_stop, call stop = self.trainer.strategy.reduce_boolean_decision(stop, all=False) on every rank "
+    "before, outside of any condition, and set it only if the result is true."
+)
 _REMEDY_CLOCK = (
     "Set val_check_interval to a number of batches: if it is a time, each rank decides by its own clock when to "
     "validate, and ranks do not agree on a batch."
@@ -100,7 +107,8 @@ def _left(view: Timeline) -> Iterator[Finding]:
         # They may have skipped the validation, after which the others would be asked to stop as well.
         is_only_sign = not without_validation(view, early, others)
         confidence = Confidence.CERTAIN if is_only_sign else Confidence.LIKELY
-        yield _finding(view, early, others, how, confidence, _REMEDIES[LoopEnd.SHOULD_STOP])
+        remedy = _REMEDY_CALLBACK if _may_be_callback(view, early) else _REMEDIES[LoopEnd.SHOULD_STOP]
+        yield _finding(view, early, others, how, confidence, remedy)
     elif changes := _changes(trainers, early, others):
         how = f"stopped training: {changes}"
         yield _finding(view, early, others, how, Confidence.LIKELY, _REMEDY_CHANGED)
@@ -274,8 +282,9 @@ def _at(view: Timeline, rank: int) -> str:
     if not trainer.batches_begun:
         words = batch_words(view.facts[rank].progress)
         return f"and is {words if words.startswith(('in ', 'before ')) else f'in {words}'}"
-    of = trainer.batches or "an unknown number of"
-    return f"with {trainer.batches_begun} of {of} batches{_of_epoch(view, rank)} begun"
+    # Counted as Lightning does, and as the batches of other ranks are.
+    of = f" (of {counted(trainer.batches, 'batch')})" if trainer.batches else ""
+    return f"after batch {trainer.batches_begun - 1}{_of_epoch(view, rank)}{of}"
 
 
 def _of_epoch(view: Timeline, rank: int) -> str:

@@ -271,17 +271,17 @@ def _different_units(view: Timeline, split: Divergence) -> Finding:
         f"{clause(ranks, 'waits|wait in')} {sent[ranks[0]]}, and {ranks_words([other])} in {sent[other]}, both as "
         f"number {split.seq}: they run different parts of the model, {where_words(view, ranks[0])}."
     )
-    return _finding(view, ranks, text, Confidence.LIKELY, _REMEDY_FSDP + _DECIDES, None, split)
+    return _finding(view, ranks, text, Confidence.LIKELY, _REMEDY_FSDP + _DECIDES, None, split, is_backward=False)
 
 
 def _left_out(view: Timeline, unit: LeftOutUnit) -> Finding:
     left_out = f"{clause(unit.others, 'has|have left out')} the part of the model at {short_location(unit.at)}"
     gathered = f"{clause(unit.ended, 'was|were')} gathering its parameters when aborted"
     at = at_words(deepest_user_frame(stack_of(view, unit.others[0])))
-    went_on = f"{verb(unit.others, 'is', 'are')} gathering another one{at}"
+    went_on = f"{verb(unit.others, 'was', 'were')} gathering another one{at}"
     text = f"{left_out}, and {went_on}; {gathered}, {gloo_abort_words(view, unit.ended)}."
     text = joined((text, unit.deciding.words()))
-    found = _finding(view, unit.others, text, Confidence.LIKELY, _REMEDY_FSDP, Severity.ERROR)
+    found = _finding(view, unit.others, text, Confidence.LIKELY, _REMEDY_FSDP, Severity.ERROR, is_backward=False)
     evidence = (*ended_process_evidence(view, unit.ended), *found.evidence)
     return replace(found, location=unit.deciding.decided_at, evidence=evidence)
 
@@ -294,7 +294,10 @@ def _finding(
     remedy: str,
     severity: Severity | None,
     split: Divergence | None = None,
+    *,
+    is_backward: bool = True,
 ) -> Finding:
+    """The finding; before a backward pass, no parameter has a gradient yet, which is no evidence then."""
     return finding(
         view,
         ranks,
@@ -302,7 +305,7 @@ def _finding(
         severity=severity,
         confidence=confidence,
         location=_location(view, ranks[0]) or (call_location(view, ranks) if split is not None else ""),
-        evidence=(*_evidence(view, ranks), *how_we_know(view, ranks)),
+        evidence=(*(_evidence(view, ranks) if is_backward else ()), *how_we_know(view, ranks)),
         remedy=remedy,
     )
 
