@@ -120,6 +120,16 @@ def test_it_is_reported_in_words() -> None:
     )
 
 
+def test_a_call_of_torchmetrics_is_not_looked_for_in_the_users_line() -> None:
+    view = timeline(of("rrzb", "rrbr", "rrbr"))
+    assert view.divergence is not None
+    found = shift(view, view.divergence.group)
+    assert found is not None and " to compute a metric" not in found.words()
+    gather = Frame(file=f"{SITE}/torchmetrics/utilities/distributed.py", line=9, function="gather_all_tensors")
+    of_metric = replace(found, call=replace(found.call, stack=(*found.call.stack, gather)))
+    assert of_metric.words().startswith("rank 0 called barrier to compute a metric at train.py:60 in step")
+
+
 def test_of_two_ranks_a_condition_or_what_all_have_called_before_decides() -> None:
     assert first(of("rrzb", "rrbr", condition=ZERO)).ranks == (0,)
     assert first(of("rgrgrb", "rgrrb")).ranks == (1,)

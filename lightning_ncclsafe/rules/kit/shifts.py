@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from lightning_ncclsafe.code.libraries import JOIN
+from lightning_ncclsafe.code.libraries import JOIN, METRIC_GATHER
 from lightning_ncclsafe.facts import Collective, Frame, Progress
 from lightning_ncclsafe.rules.kit.activity import is_in_action
 from lightning_ncclsafe.rules.kit.frames import (
@@ -72,10 +72,11 @@ class Shift:
         distance = "one call" if self.count == 1 else f"{self.count} calls"
         since = f": since then they are {distance} apart" if self.count else ""
         callers, others = ranks_words(self.callers), ranks_words(self.others)
+        # No call of that name is in the user's line.
+        what = call_words(self.call) + (" to compute a metric" if is_in(METRIC_GATHER, self.call.stack) else "")
         if self.ranks == self.others:
-            skipped = f"{others} skipped {call_words(self.call)}{at}"
-            return f"{skipped}, which {callers} called{under}{since}"
-        called = f"{callers} called {call_words(self.call)}{at}{under}"
+            return f"{others} skipped {what}{at}, which {callers} called{under}{since}"
+        called = f"{callers} called {what}{at}{under}"
         return f"{called}, which {others} did not{since}"
 
 
