@@ -36,12 +36,13 @@ _NOT_SET = "not set"
 _START = (_CHECKPOINT, "first epoch", "first step")
 _REMEDY = (
     "Give the Trainer the same arguments on all ranks: look for what each rank computes for itself, from a clock, the "
-    "host's name, its memory, its environment or a file that only this rank reads. Decide it once: on one rank that "
-    "broadcasts it, or as an argument of the job."
+    "host's name, its memory, its environment or a file that only this rank reads. Decide it once: as an argument of "
+    "the job, or, where ranks have joined their process group, on one rank that broadcasts it."
 )
 _REMEDY_START = (
     'Let all ranks resume from the same checkpoint: set ckpt_path to one path that all hosts see, not to "last" or the '
-    "newest file in a folder that each rank has for itself. Check that the file exists on all hosts before the start."
+    "newest file in a folder that each rank has for itself, by its name, a time or tempfile. Check that the file "
+    "exists on all hosts before the start."
 )
 
 
@@ -154,5 +155,5 @@ def _evidence(differing: dict[str, dict[int, str]]) -> Iterator[Evidence]:
 
 def _source_evidence(given_at: str) -> Iterator[Evidence]:
     if given_at:
-        text = f"Only {given_at} gives the Trainer a value for this that may differ, as far as the source shows."
+        text = f"{given_at} is the only line found that may give it different values."
         yield Evidence(source="source code", text=text)
