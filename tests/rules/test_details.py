@@ -294,3 +294,4 @@ def test_a_line_that_crashed_is_told_with_the_batch_in_which_the_rank_was_last_s
     long_ago = replace(seen, progress=replace(seen.progress, batch_idx=3))
     finding = ended({"ended_by": "SIGSEGV", "stack": (RUN, user("__getitem__", 31)), "last_seen": long_ago})
     assert " at train.py:31 in __getitem__, while rank 0 waits" in finding.summary
+    assert finding.summary.endswith(", in batch 11 of epoch 0."), "the others wait for it there"

@@ -281,13 +281,17 @@ def _finding(
     elif seen is not None:
         # It may have begun another batch since then.
         at += f", last seen {_batch_seen_words(seen)}"
+    waits = while_others_wait(view, ranks)
+    if frame is not None and seen is None and waits:
+        # It has got further than it was seen, and is not ahead of those that wait for it.
+        waits += _batch_of_others(view)
     if calls.only is not None:
         at = f", as after {calls.only.code} at {short_place(calls.only.place)}{at}"
     whose = f"{verb(ranks, 'the process', 'the processes')} of {ranks_words(ranks)}"
     return finding(
         view,
         ranks,
-        f"{whose} {verb(ranks, one, many)}{at}{killer}{while_others_wait(view, ranks)}.",
+        f"{whose} {verb(ranks, one, many)}{at}{killer}{waits}.",
         severity=Severity.ERROR,
         confidence=confidence,
         location=calls.only.place if calls.only is not None else location_of(frame),
@@ -336,6 +340,13 @@ def _seen_words(seen: LastSeen) -> str:
     where = (f"in {hook_words(action.name)}" if action else "", place_words(_stayed_in(seen)))
     place = " ".join(filter(None, where))
     return f"{place}, {batch_words(seen.progress)}" if place else _batch_seen_words(seen)
+
+
+def _batch_of_others(view: Timeline) -> str:
+    """``", in batch 44 of epoch 2"``, in which all others are; empty if they are not in one."""
+    batches = {batch_words(facts.progress) for facts in view.facts.values()}
+    batch = batches.pop() if len(batches) == 1 else ""
+    return f", in {batch}" if batch.startswith("batch ") else ""
 
 
 def _batch_seen_words(seen: LastSeen) -> str:
