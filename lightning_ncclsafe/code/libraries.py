@@ -338,6 +338,14 @@ FILE_LOCKS = (
 PATHS_OF_FILE_LOCKS = ("lock_file_path", "lock_file", "filename", "path")
 # Runs the program of `python -m`; from Python 3.11 on it is frozen, "<frozen runpy>".
 RUN_MODULE = _in(_PYTHON, "*runpy*")
+REQUESTS = (
+    _in(_PYTHON, "socket.py", "ssl.py", "http/client.py", "urllib/request.py", "xmlrpc/client.py")
+    | _in(_package("requests", before="-packages/"), "*")
+    | _in(_package("urllib3", before="-packages/"), "*")
+    | _in(_package("httpx", before="-packages/"), "*")
+)
+# Passes what it is given to native code.
+CTYPES = _in(_PYTHON, "ctypes/*")
 HANDING_OVER = _in(_TORCH, "multiprocessing/reductions.py") | _in(_PYTHON, "multiprocessing/resource_sharer.py")
 DEBUGGERS = (
     _in(_PYTHON, "pdb.py", "bdb.py")

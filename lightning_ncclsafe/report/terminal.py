@@ -34,9 +34,13 @@ _STYLES = (
 
 
 def say_on_stderr(text: str) -> None:
-    """Prints to the user, each line with this package's prefix. A closed or broken stderr is no error."""
+    """Prints to the user, each line with this package's prefix. A closed or broken stderr is no error.
+
+    Several lines begin on a new one: behind a progress bar, the cursor is within a line.
+    """
     with suppress(Exception):
-        sys.stderr.write(shown(text, sys.stderr, mark=_OURS))
+        lines = shown(text, sys.stderr, mark=_OURS)
+        sys.stderr.write(f"\n{lines}" if "\n" in text else lines)
         sys.stderr.flush()
 
 

@@ -25,10 +25,13 @@ from lightning_ncclsafe.report.ranks import (
 from lightning_ncclsafe.report.tables.data import data_table
 from lightning_ncclsafe.report.tables.preflight import preflight_table
 from lightning_ncclsafe.rules.kit.sentences import batch_words
+from lightning_ncclsafe.rules.kit.silent_ranks import is_gone
+from lightning_ncclsafe.rules.kit.timeline import timeline
 from lightning_ncclsafe.rules.kit.wording import duration_words, ranks_words
 from lightning_ncclsafe.rules.planning import next_start
 
 _SHORT_EVIDENCE = 3
+_NO_STORE = "The job's store cannot be used"
 _LEGEND = "(Outermost call first. > marks your own code.)"
 
 _OPENINGS = {
@@ -96,10 +99,19 @@ def answer_lines(diagnosis: Diagnosis) -> list[str]:
         also = "also found" if is_compared(diagnosis.job) else "also possible"
         others = (f"{item.rule} ({ranks_words((*item.ranks, *alike))})" for item, alike in distinct[1:4])
         lines.append(f"  {also}: {', '.join(others)}")
-    # The file also has what every report of this back end lacks; this is what only this one lacks.
-    if diagnosis.job.silent or diagnosis.job.missing:
-        lines += [f"  not known: {line}" for line in diagnosis.unanswered[:1]]
+    lines += [f"  not known: {line}" for line in _gaps(diagnosis)[:1]]
     return [safe(line) for line in lines]
+
+
+def _gaps(diagnosis: Diagnosis) -> list[str]:
+    """What this report lacks. The file also has what every report of this back end lacks."""
+    job = diagnosis.job
+    view = timeline(job)
+    gone = {rank for rank in view.silent if is_gone(view, rank)}
+    # Without the process that had the job's store, nobody can use it: that only follows.
+    follows = {line for line in job.missing if gone and line.startswith(_NO_STORE)}
+    lacks = bool({*view.silent} - gone or {*job.missing} - follows)
+    return [line for line in diagnosis.unanswered if line not in follows] if lacks else []
 
 
 def render_news(diagnosis: Diagnosis, known: Sequence[Finding]) -> str:

@@ -32,7 +32,7 @@ class BrokenPipe(io.StringIO):
 def test_every_line_is_marked(capsys: pytest.CaptureFixture[str]) -> None:
     say_on_stderr("the answer [bold]as it is[/bold]\n  because: of this")
     captured = capsys.readouterr()
-    assert captured.err == "[ncclsafe] the answer [bold]as it is[/bold]\n[ncclsafe]   because: of this\n"
+    assert captured.err == "\n[ncclsafe] the answer [bold]as it is[/bold]\n[ncclsafe]   because: of this\n"
     assert captured.out == ""
 
 

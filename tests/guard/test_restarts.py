@@ -84,6 +84,11 @@ def leave_report(folder: Path, launch: str, *, number: int = 1) -> Path:
     return incident
 
 
+@pytest.mark.parametrize(("run", "words"), [("none", "torchrun"), ("", "torchrun"), ("4711", "torchrun 4711")])
+def test_a_job_that_torchrun_has_not_named_has_no_name(run: str, words: str) -> None:
+    assert launch_words({"TORCHELASTIC_RUN_ID": run}) == words
+
+
 @pytest.mark.parametrize("environ", [TORCHRUN, RESTARTED])
 def test_the_last_incident_of_the_start_before_is_named(tmp_path: Path, environ: dict[str, str]) -> None:
     leave_report(tmp_path, launch_words(environ))

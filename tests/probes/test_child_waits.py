@@ -15,6 +15,7 @@ from polling import until
 
 from lightning_ncclsafe.facts import ChildProcess
 from lightning_ncclsafe.probes.process.child_waits import awaited_by, waited_for
+from lightning_ncclsafe.probes.process.lock_waits import command_words
 
 SLEEP = ["sleep", "60"]
 
@@ -89,3 +90,22 @@ def test_a_child_awaited_by_another_process_is_found() -> None:
             for one in [*psutil.Process(process.pid).children(), process]:
                 one.kill()
     assert child.parent == process.pid
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["/opt/venv/bin/python3.11", "score.py", "--key", "secret"], "python3.11 score.py"),
+        (
+            ["/usr/bin/python3.11", "/home/me/projects/a-very-long-name/of/a/repository/tools/score_images.py"],
+            "python3.11 …/of/a/repository/tools/score_images.py",
+        ),
+        (["python", f"/data/{'x' * 80}.py"], f"python …{'x' * 49}.py"),
+        (["y" * 80], "y" * 60),
+        (["y" * 50, "z" * 50], f"{'y' * 50} {'z' * 9}"),
+        (["python", "-m", "package.tool"], "python -m package.tool"),
+        ([], ""),
+    ],
+)
+def test_of_a_long_command_the_program_and_the_name_of_its_script_are_left(arguments: list[str], words: str) -> None:
+    assert command_words(arguments) == words

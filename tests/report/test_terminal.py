@@ -81,7 +81,8 @@ def report(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("columns", [60, 100])
 def test_lines_fit_the_terminal_and_have_the_prefix(start: Start, short: Path, columns: int) -> None:
     written = in_terminal(start, SAY, short, columns=columns)
-    lines = ESCAPE.sub("", written).splitlines()
+    first, *lines = ESCAPE.sub("", written).splitlines()
+    assert not first
     assert all(line.startswith("[ncclsafe] ") for line in lines)
     assert [line for line in lines if len(line) > columns] == [
         line for line in lines if LONG_PATH in line and columns < 119
@@ -97,7 +98,7 @@ def test_the_answer_stands_out_and_comes_first(start: Start, short: Path) -> Non
     bold = "".join(re.findall(r"\x1b\[1m([^\x1b]*)", written))
     for word in answer.partition(": ")[2].split():
         assert word in bold
-    first, *rest = written.splitlines()
+    first, *rest = written.splitlines()[1:]
     assert re.match(r"\x1b\[2m\[ncclsafe\]\x1b\[0m\x1b\[1m \x1b\[0m\x1b\[1;31mstopped-process\x1b\[0m\x1b\[1m: ", first)
     assert any(re.search(r"\x1b\[1m +remedy:\x1b\[0m", line) for line in rest)
 
@@ -113,7 +114,7 @@ def test_a_log_has_unwrapped_lines_without_escapes(
     start: Start, short: Path, report: Path, environ: dict[str, str]
 ) -> None:
     said = short.read_text().splitlines()
-    assert to_file(start, SAY, short, **environ) == "".join(f"[ncclsafe] {line}\n" for line in said)
+    assert to_file(start, SAY, short, **environ) == "\n" + "".join(f"[ncclsafe] {line}\n" for line in said)
     assert to_file(start, RENDER, report, **environ) == render_text(DIAGNOSIS)
 
 
@@ -124,3 +125,15 @@ def test_a_report_has_a_readable_width(start: Start, report: Path, columns: int)
     assert COLOUR.search(written)
     assert not [line for line in plain.splitlines() if len(line) > min(columns, 110) and len(line.split()) > 1]
     assert "".join(plain.split()).replace("-", "") == "".join(render_text(DIAGNOSIS).split()).replace("-", "")
+
+
+def test_a_report_begins_on_a_line_of_its_own_and_a_notice_stays_one_line(start: Start, tmp_path: Path) -> None:
+    """A progress bar leaves the cursor behind itself."""
+    bar = "import sys; sys.stderr.write('Epoch 2: 71%|###'); sys.stderr.flush(); " + SAY
+    for text, written in (
+        ("a-cause: …\n  where: x.py:3", "\n[ncclsafe] a-cause: …\n[ncclsafe]   where: x.py:3\n"),
+        ("recovered", "[ncclsafe] recovered\n"),
+    ):
+        said = tmp_path / "said.txt"
+        said.write_text(text)
+        assert to_file(start, bar, said) == f"Epoch 2: 71%|###{written}"

@@ -14,6 +14,7 @@ from lightning_ncclsafe.facts import (
     Group,
     IncidentKind,
     Phase,
+    ProcessFacts,
     Progress,
     RankFacts,
     RecordFacts,
@@ -288,3 +289,14 @@ def test_a_deep_stack_is_truncated() -> None:
     job = replace(diagnosis().job, ranks=(replace(facts(0), stack=deep),))
     text = render_text(replace(diagnosis(), job=job))
     assert "outer frames" in text and "in f899" in text and "in f1\n" not in text
+
+
+def test_that_the_jobs_store_is_gone_with_a_rank_is_no_news() -> None:
+    no_store = "The job's store cannot be used: DistNetworkError: Failed to recv."
+    one = diagnosis()
+    for state, is_told in (("gone", False), ("sleeping", True)):
+        job = replace(one.job, witnessed=(ProcessFacts(pid=4003, rank=3, state=state),), missing=(no_store,))
+        answer = render_short(replace(one, job=job, unanswered=(no_store, "Gloo does not report …")))
+        assert (f"not known: {no_store}" in answer) is is_told
+        assert "Gloo" not in answer
+        assert no_store in render_text(replace(one, job=job, unanswered=(no_store,)))

@@ -983,6 +983,10 @@ def test_the_line_of_a_caught_save_is_in_the_try_that_has_caught_it() -> None:
         one = found(replace(scene, ranks=(replace(first, failed_save=failed), *others)))["checkpoint-skipped-barrier"]
         assert one.location.endswith(f":{line} in {stack[1].function if line == 119 else 'save_checkpoint'}")
         assert ("caught by `except OSError as error:` (line 119) around" in one.summary) is (line == 119)
+    # What raised is the call in the `try` itself.
+    failed = replace(first.failed_save, stack=(run, called, save))
+    one = found(replace(scene, ranks=(replace(first, failed_save=failed), *others)))["checkpoint-skipped-barrier"]
+    assert "caught by `except OSError as error:` (line 119), so the rank never reached" in one.summary
 
 
 @pytest.mark.parametrize(
@@ -1010,7 +1014,7 @@ def test_a_handler_of_other_exceptions_has_not_caught_a_save(line: int, test: st
     branch = Branch(line=line, test=f"{test}  (line {line})", on=Decides.EXCEPTION, until=until)
     failed = replace(first.failed_save, stack=(run, replace(hook, branches=(branch,)), *inside))
     one = found(replace(scene, ranks=(replace(first, failed_save=failed), *others)))["checkpoint-skipped-barrier"]
-    assert (f"caught by `{test}` (line {line}) around" in one.summary) is is_it
+    assert (f"caught by `{test}` (line {line}), so the rank" in one.summary) is is_it
 
 
 def on_two(facts: RankFacts, *, on_gloo: RankFacts) -> RankFacts:
@@ -1355,3 +1359,27 @@ def test_an_error_of_ddp_that_numbers_a_parameter_has_its_name_and_line() -> Non
     assert finding.summary.endswith("This is the parameter 'embed.weight', made at train.py:12 in __init__.")
     unplaced = told(StepFacts(other_size="embed.weight"))
     assert (unplaced.location, unplaced.summary.endswith("This is the parameter 'embed.weight'.")) == ("", True)
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        ("[Errno 27] File too large", "Let files there be larger (RLIMIT_FSIZE, ulimit -f, or a limit of the file"),
+        ("[Errno 122] Disk quota exceeded: '/home/me/last.ckpt'", "Free space there, or ask for a larger quota."),
+        ("[Errno 30] Read-only file system: '/mnt'", "Find out why the file system is mounted read-only"),
+        ("[Errno 13] Permission denied: '/mnt'", "Let the user of the job write there"),
+        ("[Errno 116] Stale file handle", "Look at the network file system's server."),
+        ("[Errno 5] Input/output error", "Look at the storage: the kernel's log (dmesg)"),
+        ("[Errno 2] No such file or directory: '/mnt/x'", "Create the directory on every host"),
+        ("PytorchStreamWriter failed writing file data/0: file write failed", "Look whether the file system there is"),
+        ("something that nobody knows", "Find out why the save fails: "),
+    ],
+)
+def test_what_to_do_about_a_save_suits_its_error(message: str, words: str) -> None:
+    scene = scenes.save_failed_and_was_caught(GLOO)
+    culprit, *others = scene.ranks
+    assert culprit.failed_save is not None
+    failed = replace(culprit, failed_save=replace(culprit.failed_save, message=message))
+    finding = judge(replace(scene, ranks=(failed, *others))).findings[0]
+    assert finding.rule == "checkpoint-skipped-barrier"
+    assert finding.remedy.startswith(words)

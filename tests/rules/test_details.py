@@ -5,12 +5,23 @@ from dataclasses import replace
 from typing import Any
 
 import builders
+import machine_scenes
 import pytest
 import scenes
 from builders import GLOO, NCCL, RUN, Backend, user
 
-from lightning_ncclsafe.facts import Frame, HostFacts, JobFacts, Phase, Progress, RankFacts, StorageFacts
-from lightning_ncclsafe.facts.findings import Finding
+from lightning_ncclsafe.facts import (
+    EndedProcess,
+    Frame,
+    HostFacts,
+    JobFacts,
+    LastSeen,
+    Phase,
+    Progress,
+    RankFacts,
+    StorageFacts,
+)
+from lightning_ncclsafe.facts.findings import Finding, Plan
 from lightning_ncclsafe.rules.judging import judge
 from lightning_ncclsafe.rules.kit.machine import directories, directory_words, short_of_memory, swaps
 
@@ -223,3 +234,64 @@ def test_a_step_that_was_left_out_has_not_ended_the_loop() -> None:
     told = [item.text for item in finding.evidence if item.source == "source code"]
     assert told == [f"{builders.USER_FILE}:70 in training_step may have led around the optimizer's step."]
     assert "Steps of optimizer 0 in batch 7 of epoch 0: 0 on rank 1 but 1 on ranks 0, 2-3." in finding.summary
+
+
+@pytest.mark.parametrize(
+    ("host", "is_first"),
+    [
+        (HostFacts(), False),
+        (HostFacts(oom_kills=0, memory_total_bytes=100 * GB, memory_available_bytes=40 * GB), False),
+        (HostFacts(memory_total_bytes=100 * GB, memory_available_bytes=4 * GB), True),
+    ],
+)
+def test_memory_is_named_first_only_if_something_speaks_for_it(host: HostFacts, is_first: bool) -> None:
+    seen = replace(GLOO.waiting(0, seq=61), host_facts=host, peers=(builders.process(1, "gone", ended_by="SIGKILL"),))
+    rank = judge(replace(scenes.one_rank_was_killed(GLOO), ranks=(seen,), world_size=2)).findings[0]
+    facts = machine_scenes.queue_that_nobody_fills(GLOO)
+    ranks = tuple(replace(one, host_facts=host) for one in facts.ranks)
+    worker = judge(replace(facts, ranks=ranks)).findings[0]
+    assert (rank.rule, worker.rule) == ("dead-rank", "worker-died")
+    for remedy in (rank.remedy, worker.remedy):
+        assert "CPU time (RLIMIT_CPU, ulimit -t)" in remedy
+        assert (remedy.index("dmesg") < remedy.index("ulimit -t")) is is_first
+
+
+def test_a_process_that_has_used_up_its_cpu_time_has_not_crashed() -> None:
+    facts = machine_scenes.queue_that_nobody_fills(GLOO)
+    of_time = (EndedProcess(pid=4711, signal="SIGXCPU"),)
+    ranks = tuple(machine_scenes.with_machine(one, ended=of_time) if one.machine.ended else one for one in facts.ranks)
+    worker = judge(replace(facts, ranks=ranks)).findings[0]
+    text = "DataLoader worker (pid 4711) is killed by signal: CPU time limit exceeded. "
+    of_loader = judge(machine_scenes.failed(GLOO, "RuntimeError", text)).findings[0]
+    assert (worker.rule, of_loader.rule) == ("worker-died", "worker-died")
+    for finding in (worker, of_loader, ended({"ended_by": "SIGXCPU"})):
+        assert finding.remedy.startswith("The process had used up its CPU time: find out what limits it (RLIMIT_CPU: ")
+        assert finding.plan is Plan.UNKNOWN
+
+
+@pytest.mark.parametrize(
+    ("below", "is_passed"),
+    [
+        ((), True),
+        ((Frame(file="/usr/lib/python3.12/ctypes/__init__.py", line=528, function="string_at"),), True),
+        ((Frame(file="/usr/lib/site-packages/decord/video_reader.py", line=9, function="get_batch"),), False),
+    ],
+)
+def test_a_line_that_crashes_by_itself_may_pass_on_what_is_wrong(below: tuple[Frame, ...], is_passed: bool) -> None:
+    finding = ended({"ended_by": "SIGSEGV", "stack": (RUN, user("__getitem__", 31), *below)})
+    assert "at train.py:31 in __getitem__" in finding.summary
+    assert ("check what that line passes to it" in finding.remedy) is is_passed
+    assert ("This is a bug in native code" in finding.remedy) is not is_passed
+    unknown = ended({"ended_by": "SIGSEGV"}, {"ended_by": "SIGSEGV"})
+    assert unknown.remedy.startswith("This is a bug in native code")
+    assert unknown.remedy.endswith("PYTHONFAULTHANDLER=1 prints it.")
+
+
+def test_a_line_that_crashed_is_told_with_the_batch_in_which_the_rank_was_last_seen() -> None:
+    seen = LastSeen(progress=Progress(phase=Phase.TRAIN, epoch=0, batch_idx=10, idle_s=0.1))
+    finding = ended({"ended_by": "SIGSEGV", "stack": (RUN, user("__getitem__", 31)), "last_seen": seen})
+    assert " at train.py:31 in __getitem__, last seen in batch 10 of epoch 0, while rank 0 waits" in finding.summary
+    long_ago = replace(seen, progress=replace(seen.progress, batch_idx=3))
+    finding = ended({"ended_by": "SIGSEGV", "stack": (RUN, user("__getitem__", 31)), "last_seen": long_ago})
+    assert " at train.py:31 in __getitem__, while rank 0 waits" in finding.summary
+    assert finding.summary.endswith(", in batch 11 of epoch 0."), "the others wait for it there"

@@ -590,6 +590,7 @@ def test_a_rank_that_called_the_trainer_again_is_unfinished_and_has_not_run_out_
     assert (finding.rule, finding.ranks, finding.confidence) == ("unfinished-rank", (0,), LIKELY)
     assert finding.location == f"{USER_FILE}:54 in on_fit_end"
     assert {"uneven-batches", "diverged-collectives"}.isdisjoint(rules(found))
+    assert "rank-behind" not in rules(found), "that the other one has finished is told"
     both = job(_tests_again(0), _tests_again(1), world=2)
     assert "unfinished-rank" not in rules(both)
     for other in (_tests_again(0, inner=False), _tests_again(0, hook=""), _tests_again(0, phase=Phase.TRAIN)):

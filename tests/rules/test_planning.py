@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from builders import GLOO, NCCL, Backend, job
+from builders import BARRIER, GLOO, NCCL, RUN, Backend, job, user
 from call_scenes import CALL_SCENES
 from machine_scenes import MACHINE_SCENES
 from scenes import SCENES as OTHER_SCENES
@@ -13,12 +13,14 @@ from whose_fault import OF_CODE, OF_EITHER, OF_MACHINE
 
 from lightning_ncclsafe.cli.explain import RULES
 from lightning_ncclsafe.facts import (
+    CaughtException,
     ChildProcess,
     Frame,
     Incident,
     IncidentKind,
     JobFacts,
     MainThreadFacts,
+    Phase,
     SilentHost,
 )
 from lightning_ncclsafe.facts.findings import Confidence, Diagnosis, Finding, NextStart, Plan, Severity
@@ -196,3 +198,14 @@ def test_a_logger_that_waits_for_its_own_process_may_do_the_same_after_a_restart
     first = judge(replace(facts, ranks=tuple(ranks))).findings[0]
     assert (first.rule, first.plan) == ("slow-logger", Plan.UNKNOWN)
     assert judge(facts).findings[0].plan is Plan.RESTART
+
+
+def test_a_call_of_the_trainer_within_its_own_call_recurs_unless_an_error_may_have_led_the_others_past_it() -> None:
+    stack = (user("on_fit_end", 54), RUN, BARRIER)
+    options = {"phase": Phase.TEST, "batch": -1, "epoch": 1, "world": 2, "action": "[Callback]Best.on_fit_end"}
+    again = GLOO.rank(0, *stack, seq=61, outstanding=1, **options)
+    ended = GLOO.finished(1, seq=60, batch=-1, epoch=1, world=2)
+    full = CaughtException(type="OSError", message="No space left on device", stack=(user("on_fit_end", 50),))
+    for other, plan in ((ended, Plan.STOP), (replace(ended, caught=(full,)), Plan.UNKNOWN)):
+        start = plan_of(job(again, other, world=2))
+        assert (start.rule, start.plan) == ("unfinished-rank", plan)

@@ -284,3 +284,49 @@ def test_the_traceback_of_a_worker_is_no_part_of_what_was_raised() -> None:
 
 def test_an_exception_without_a_message_has_no_colon() -> None:
     assert texts(exit_of(GLOO.working(0, seq=60)), "exception") == ["SystemExit"]
+
+
+def frame(file: str, function: str) -> Frame:
+    return Frame(file=f"/usr/lib/python3.11/{file}", line=9, function=function)
+
+
+@pytest.mark.parametrize(
+    ("below", "is_request"),
+    [
+        ((frame("urllib/request.py", "urlopen"), frame("socket.py", "readinto")), True),
+        ((frame("site-packages/requests/api.py", "post"), frame("ssl.py", "read")), True),
+        ((frame("site-packages/wandb/sdk/wandb_run.py", "log"), frame("socket.py", "readinto")), False),
+        ((), False),
+    ],
+)
+def test_a_logger_of_the_users_own_that_asks_a_server_needs_a_timeout(
+    below: tuple[Frame, ...], is_request: bool
+) -> None:
+    hook = frame("site-packages/lightning/pytorch/loggers/logger.py", "log_metrics")
+    rank = GLOO.working(0, RUN, hook, user("_post", 26), *below, seq=60)
+    finding = first(job(rank, GLOO.waiting(1, seq=61, world=2), world=2))
+    assert finding.rule == "slow-logger"
+    assert ("urlopen(request, timeout=5), requests.post(…, timeout=5)" in finding.remedy) is is_request
+    assert ("on a local disk" in finding.remedy) is not is_request
+    assert "from lightning_ncclsafe import LoggerOffload" in finding.remedy
+
+
+def alone(*stack: Frame, **more: object) -> str:
+    line = user("on_train_epoch_end", 50, condition="if rank == 0:  (line 43)")
+    culprit = GLOO.working(0, line, *stack, seq=60, action="[LightningModule]Net.on_train_epoch_end")
+    finding = first(job(replace(culprit, **more), *(GLOO.in_barrier(n, "epoch", seq=61) for n in (1, 2, 3))))
+    assert finding.rule == "rank-zero-only-work"
+    return finding.remedy
+
+
+def test_who_works_alone_is_told_whether_the_others_will_go_on() -> None:
+    go_on = "The others continue when it is done."
+    assert alone().endswith(go_on)
+    get = frame("multiprocessing/queues.py", "get")
+    assert go_on not in alone(get), "nobody knows whether anything is put there"
+    run = frame("subprocess.py", "run")
+    program = ChildProcess(pid=77, parent=1000, command="python score.py", state="sleeping")
+    remedy = alone(run, awaited_processes=(program,))
+    assert remedy.startswith("Start the program without waiting for it (subprocess.Popen)") and remedy.endswith(go_on)
+    ended = alone(run, awaited_processes=(replace(program, state="zombie"),))
+    assert ended.startswith("Share this work") and go_on not in ended

@@ -21,6 +21,8 @@ _NAMES = re.compile(
     r"CUDA_(LAUNCH_BLOCKING|VISIBLE_DEVICES|DEVICE_ORDER)|(OMP|MKL)_NUM_THREADS|PYTORCH_(\w+_)?ALLOC_CONF"
 )
 _MOST_CHARACTERS = 200
+# What torchrun sets if it is given none.
+_NO_RUN_ID = "none"
 _BUILT = "torch/version.py"
 # Package names; the first installed one counts.
 _LIGHTNING = ("lightning", "pytorch-lightning")
@@ -33,7 +35,8 @@ def launch_words(environ: Mapping[str, str] = os.environ) -> str:
     if name := environ.get(JOB):
         return f"job {name}"
     if "TORCHELASTIC_RUN_ID" in environ:
-        return f"torchrun {environ['TORCHELASTIC_RUN_ID']}"
+        run = environ["TORCHELASTIC_RUN_ID"]
+        return "torchrun" if run in ("", _NO_RUN_ID) else f"torchrun {run}"
     return f"SLURM job {environ['SLURM_JOB_ID']}" if "SLURM_JOB_ID" in environ else ""
 
 

@@ -24,7 +24,7 @@ _PROC = Path("/proc")
 _LOCKS = ("FLOCK", "POSIX", "OFDLCK")
 _WAITING_COMMANDS = (7, 38)  # F_SETLKW and F_OFD_SETLKW
 _MOST_HOLDERS = 8
-_MOST_WORDS, _MOST_CHARACTERS = 4, 60
+_MOST_WORDS, _MOST_CHARACTERS, _LEAST_CHARACTERS = 4, 60, 20
 
 # Device and inode, as the kernel's list and stat() name a file.
 _File = tuple[int, int, int]
@@ -172,7 +172,20 @@ def command_words(arguments: list[str]) -> str:
         words.append(word)
         if word == "-c" or not word.startswith("-"):
             break
-    return " ".join(words)[:_MOST_CHARACTERS]
+    return _fitting(words)
+
+
+def _fitting(words: list[str]) -> str:
+    """The words in one, cut from the left of the last one, whose end is the name of the file that is run."""
+    *before, last = words
+    start = "".join(f"{word} " for word in before)
+    if len(start) + len(last) <= _MOST_CHARACTERS:
+        return start + last
+    room = _MOST_CHARACTERS - len(start) - 1
+    # Of a path, whole parts.
+    cut = last[-room:] if before and room >= _LEAST_CHARACTERS else ""
+    whole = cut[cut.find("/") :] if "/" in cut[:-1] else cut
+    return f"{start}…{whole}" if cut else (start + last)[:_MOST_CHARACTERS]
 
 
 def _locks() -> Iterator[_Lock]:

@@ -99,7 +99,9 @@ def _finding(view: Timeline, ranks: tuple[int, ...], confidence: Confidence) -> 
     raised_at, (caught_at, handler) = deepest_user_frame(failed.stack), _caught_at(failed)
     by, place = "", location_of(raised_at)
     if caught_at is not None and handler is not None:
-        by = f" by {condition_words(handler.test)} around {short_location(caught_at)}"
+        # What raised may be the very call in the ``try``.
+        around = f" around {short_location(caught_at)}" if location_of(caught_at) != place else ""
+        by = f" by {condition_words(handler.test)}{around}"
         is_clause = not handler.test.startswith(_SUPPRESSES)
         place = location_of(replace(caught_at, line=handler.line) if is_clause else caught_at)
     text = (

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import PurePath
 from typing import NamedTuple
 
+from lightning_ncclsafe.code.libraries import CTYPES
 from lightning_ncclsafe.facts import Frame, LastSeen, Phase, ProcessFacts, RankFacts
 from lightning_ncclsafe.rules.kit import (
     Confidence,
@@ -20,6 +21,7 @@ from lightning_ncclsafe.rules.kit import (
     alone_in_trainer,
     at_words,
     batch_words,
+    below_user,
     continued_before_abort,
     deepest_user_frame,
     exit_calls,
@@ -36,6 +38,7 @@ from lightning_ncclsafe.rules.kit import (
     overrun_bytes,
     place_words,
     ranks_words,
+    short_of_memory,
     short_place,
     signal_of,
     status_of,
@@ -64,9 +67,20 @@ _REMEDY_DONE = (
     "It ended as if it had finished: its script ended, or it called sys.exit between two calls of the Trainer, or "
     "os._exit(0). Make the same calls of the Trainer on all ranks."
 )
-_REMEDY_KILLED = (
+# If memory is scarce, and if nothing speaks for that.
+_REMEDY_KILLED_FOR_MEMORY = (
     "SIGKILL comes from outside. The kernel's log (dmesg) names the process if the out-of-memory killer sent it; "
-    "otherwise look at the scheduler, the launcher, or anything else that can kill processes there."
+    "otherwise look at the scheduler, the launcher, or anything else that can kill processes there, and at the limit "
+    "of the process's CPU time (RLIMIT_CPU, ulimit -t)."
+)
+_REMEDY_KILLED = (
+    "SIGKILL comes from outside. Look at the scheduler, the launcher, or anything else that can kill processes there. "
+    "The kernel sends it, too: to a process that has used up its CPU time (RLIMIT_CPU, ulimit -t), or as memory ran "
+    "out, and then its log (dmesg) names the process."
+)
+_REMEDY_CPU_TIME = (
+    "The process had used up its CPU time: find out what limits it (RLIMIT_CPU: ulimit -t in the job's shell, "
+    "resource.setrlimit in the code, the scheduler), and raise or remove that limit."
 )
 _REMEDY_ITSELF = "Its own code may have sent the signal: look first at what leads to {calls}. If it did not: "
 _REMEDY_OR_ITSELF = " Its own code may also have sent the signal, if it came to {calls}."
@@ -76,6 +90,11 @@ _REMEDY_ENDED = (
 _REMEDY_FAULT = (
     "This is a bug in native code, in a library or an extension. Look at the end of this rank's own output, and at the "
     "line that it was in{how}."
+)
+_REMEDY_ADDRESS = (
+    "Native code was given an address, a size or an array that it cannot use, or has a bug of its own: check what that "
+    "line passes to it (a pointer, offset or length for ctypes, a mapped file that is shorter than expected or closed, "
+    "an index or a shape that is out of range). Look also at the end of this rank's own output."
 )
 _REMEDY_BUS = (
     "A page of a mapped file could not be read or written: the file was cut short or replaced while it was mapped "
@@ -92,6 +111,7 @@ _FAULTS = {
 # How gloo ends a process that receives what it has no room for, and what may happen first in another of its threads.
 _NATIVE = ("SIGABRT", "SIGSEGV")
 _ENDS = ("SIGTERM", "SIGINT", "SIGHUP")
+_REMEDIES = {"SIGBUS": _REMEDY_BUS, "SIGXCPU": _REMEDY_CPU_TIME, **dict.fromkeys(_ENDS, _REMEDY_ENDED)}
 # The statuses of a program that has come to its end, and of one that has raised.
 _COMMON = (0, 1)
 _NO_CALLS = ExitCalls(None, ())
@@ -254,23 +274,31 @@ def _finding(
     frame = _place(view, ranks)
     at = at_words(frame)
     process = view.witnesses.get(ranks[0]) if len(ranks) == 1 else None
-    if frame is None and process is not None and (seen := _seen(view, process)) is not None:
+    seen = _seen(view, process) if process is not None else None
+    if seen is not None and frame is None:
         frame = _stayed_in(seen)
         at = f", last seen {_seen_words(seen)}"
+    elif seen is not None:
+        # It may have begun another batch since then.
+        at += f", last seen {_batch_seen_words(seen)}"
+    waits = while_others_wait(view, ranks)
+    if frame is not None and seen is None and waits:
+        # It has got further than it was seen, and is not ahead of those that wait for it.
+        waits += _batch_of_others(view)
     if calls.only is not None:
         at = f", as after {calls.only.code} at {short_place(calls.only.place)}{at}"
     whose = f"{verb(ranks, 'the process', 'the processes')} of {ranks_words(ranks)}"
     return finding(
         view,
         ranks,
-        f"{whose} {verb(ranks, one, many)}{at}{killer}{while_others_wait(view, ranks)}.",
+        f"{whose} {verb(ranks, one, many)}{at}{killer}{waits}.",
         severity=Severity.ERROR,
         confidence=confidence,
         location=calls.only.place if calls.only is not None else location_of(frame),
         evidence=(*_evidence(view, ranks, calls), *kills, *calls.evidence(ranks[0])),
         remedy=_REMEDY_OOM
         if kills
-        else _remedy(end, calls, is_placed=frame is not None, was_there=_was_there(view, ranks, calls))
+        else _remedy(end, calls, _of_signal(view, ranks, end, frame), was_there=_was_there(view, ranks, calls))
         + (_REMEDY_GLOO if _may_be_aborted_by_gloo(view, ranks, end) else ""),
     )
 
@@ -310,8 +338,20 @@ def _seen_words(seen: LastSeen) -> str:
     """``"in Net.on_train_epoch_end at train.py:42 in evaluate, batch 3 of epoch 0"``."""
     action = innermost_action(seen.progress)
     where = (f"in {hook_words(action.name)}" if action else "", place_words(_stayed_in(seen)))
-    place, batch = " ".join(filter(None, where)), batch_words(seen.progress)
-    return f"{place}, {batch}" if place else f"in {batch}" if batch.startswith("batch ") else batch
+    place = " ".join(filter(None, where))
+    return f"{place}, {batch_words(seen.progress)}" if place else _batch_seen_words(seen)
+
+
+def _batch_of_others(view: Timeline) -> str:
+    """``", in batch 44 of epoch 2"``, in which all others are; empty if they are not in one."""
+    batches = {batch_words(facts.progress) for facts in view.facts.values()}
+    batch = batches.pop() if len(batches) == 1 else ""
+    return f", in {batch}" if batch.startswith("batch ") else ""
+
+
+def _batch_seen_words(seen: LastSeen) -> str:
+    batch = batch_words(seen.progress)
+    return f"in {batch}" if batch.startswith("batch ") else batch
 
 
 def _was_there(view: Timeline, ranks: tuple[int, ...], calls: ExitCalls) -> bool:
@@ -323,7 +363,7 @@ def _was_there(view: Timeline, ranks: tuple[int, ...], calls: ExitCalls) -> bool
     return any((PurePath(file).name, rest.partition(" in ")[2]) in functions for file, _, rest in places)
 
 
-def _remedy(end: _End, calls: ExitCalls, *, is_placed: bool, was_there: bool = False) -> str:
+def _remedy(end: _End, calls: ExitCalls, of_signal: str, *, was_there: bool) -> str:
     if calls.only is not None:
         return _REMEDY_CALL.format(place=short_place(calls.only.place))
     if end.status is not None:
@@ -334,16 +374,34 @@ def _remedy(end: _End, calls: ExitCalls, *, is_placed: bool, was_there: bool = F
         return f"{_REMEDY_LINES.format(calls=listed)}{why}" if calls.is_short else why
     if end.signal and calls.is_short:
         listed = " or ".join(f"{call.code} at {short_place(call.place)}" for call in calls.possible)
-        why = _remedy(end, _NO_CALLS, is_placed=is_placed)
         first = _REMEDY_ITSELF.format(calls=listed) if was_there else ""
-        return f"{first}{why}{'' if was_there else _REMEDY_OR_ITSELF.format(calls=listed)}"
-    if end.signal in _ENDS:
-        return _REMEDY_ENDED
-    if end.signal == "SIGBUS":
-        return _REMEDY_BUS
+        return f"{first}{of_signal}{'' if was_there else _REMEDY_OR_ITSELF.format(calls=listed)}"
+    return of_signal
+
+
+def _of_signal(view: Timeline, ranks: tuple[int, ...], end: _End, frame: Frame | None) -> str:
+    """What to do about processes that a signal has ended, or something unknown."""
+    if end.signal == "SIGKILL":
+        return _REMEDY_KILLED_FOR_MEMORY if _lacks_memory(view, ranks) else _REMEDY_KILLED
+    if end.signal == "SIGSEGV" and _calls_native_code(view, ranks):
+        return _REMEDY_ADDRESS
+    if end.signal in _REMEDIES:
+        return _REMEDIES[end.signal]
     if end.signal in _FAULTS:
-        return _REMEDY_FAULT.format(how="" if is_placed else "; PYTHONFAULTHANDLER=1 prints it")
-    return _REMEDY_KILLED if end.signal == "SIGKILL" else _REMEDY
+        return _REMEDY_FAULT.format(how="; PYTHONFAULTHANDLER=1 prints it" if frame is None else "")
+    return _REMEDY
+
+
+def _calls_native_code(view: Timeline, ranks: tuple[int, ...]) -> bool:
+    """Whether they were in native code that one line of the user's calls, as far as the stacks show."""
+    below = (one for rank in ranks if rank in view.witnesses for one in below_user(view.witnesses[rank].stack))
+    return _place(view, ranks) is not None and all(CTYPES.has(one.file, one.function) for one in below)
+
+
+def _lacks_memory(view: Timeline, ranks: tuple[int, ...]) -> bool:
+    """Whether memory is scarce on the host of one of them, as other ranks of the host see it."""
+    neighbours = (facts for facts in view.facts.values() if any(peer.rank in ranks for peer in facts.peers))
+    return any(short_of_memory(facts.host_facts) for facts in neighbours)
 
 
 def _evidence(view: Timeline, ranks: tuple[int, ...], calls: ExitCalls) -> Iterable[Evidence]:

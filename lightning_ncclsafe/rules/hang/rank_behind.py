@@ -61,6 +61,9 @@ def is_named_otherwise(finding: Finding, others: Findings) -> bool:
     better = [other for _, other in others.every if other.rule not in ("rank-behind", "timeout-misuse")]
     if not better:
         return False
+    # It has said of all other ranks that they have finished.
+    if any({*other.ranks}.isdisjoint(finding.ranks) for other in others.likely(("unfinished-rank",))):
+        return True
     covered = {rank for other in better for rank in other.ranks}
     return not finding.ranks or covered.issuperset(finding.ranks) or finding.confidence is Confidence.POSSIBLE
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from lightning_ncclsafe.code.libraries import SUBPROCESS
 from lightning_ncclsafe.facts import ELSE, Frame
 from lightning_ncclsafe.rules.kit import (
     AbortedModelRun,
@@ -16,6 +17,7 @@ from lightning_ncclsafe.rules.kit import (
     aborted_model_run,
     at_words,
     batch_words,
+    below_user,
     blocked_at_one_line,
     call_evidence,
     capitalised,
@@ -34,6 +36,7 @@ from lightning_ncclsafe.rules.kit import (
     how_we_know,
     is_before_first_batch,
     is_gone,
+    is_in,
     is_in_action,
     location_of,
     others_wait,
@@ -71,10 +74,22 @@ _STEP_HOOKS = (
     "_dataloader_next",
     "prepare_data",
 )
+_REMEDY_PROGRAM = (
+    "Start the program without waiting for it (subprocess.Popen), and read its result later, in a later call of this "
+    "hook (poll()) or after training; or let the loader or a script of its own do this work. A longer timeout only "
+    "makes the others wait longer."
+)
+# So that nobody ends a run that would go on.
+_GO_ON = " The others continue when it is done."
 _REMEDY_BEFORE = (
     "Do this work once and ahead of the job, in a separate script that leaves its result on disk, or in prepare_data, "
     "for which Lightning lets the other ranks wait without limit; or share it among all ranks. A longer timeout only "
     "makes the others wait longer."
+)
+_REMEDY_ALONE = (
+    "Share this work among all ranks, or make it short: evaluate with Lightning's validation loop on every rank's "
+    "share of the data, do one-off preparation in prepare_data or before the job, and write results from a "
+    "background thread. A longer timeout only makes the others wait longer."
 )
 _REMEDY_SAVING = (
     "Call trainer.save_checkpoint on all ranks, outside of any condition on the rank: it ends in a barrier, and "
@@ -90,11 +105,7 @@ _REMEDY_SHARDED = (
 
 @hang_rule(
     after="compile-skew",
-    remedy=(
-        "Share this work among all ranks, or make it short: evaluate with Lightning's validation loop on every rank's "
-        "share of the data, do one-off preparation in prepare_data or before the job, and write results from a "
-        "background thread. A longer timeout only makes the others wait longer."
-    ),
+    remedy=_REMEDY_ALONE,
     follows=("worker-died",),
     plan=Plan.STOP,
 )
@@ -202,8 +213,21 @@ def _finding(view: Timeline, ranks: tuple[int, ...], confidence: Confidence) -> 
         text,
         confidence=confidence,
         evidence=(*condition_evidence(view, ranks), *how_we_know(view, ranks)),
-        remedy=polling_remedy(facts.stack) or (_REMEDY_BEFORE if is_preparation else ""),
+        remedy=_remedy(view, ranks, is_preparation=is_preparation),
     )
+
+
+def _remedy(view: Timeline, ranks: tuple[int, ...], *, is_preparation: bool) -> str:
+    facts = view.facts[ranks[0]]
+    if polled := polling_remedy(facts.stack):
+        return polled
+    awaited = facts.awaited_processes[:1]
+    runs = bool(awaited) and awaited[0].state != "zombie"
+    alone = _REMEDY_PROGRAM if runs and is_in(SUBPROCESS, below_user(facts.stack)) else _REMEDY_ALONE
+    remedy = _REMEDY_BEFORE if is_preparation else alone
+    # A rank that waits for something itself may wait forever, and calls that differ never complete.
+    goes_on = runs or not (awaited or any(view.activities[rank].waits_alone for rank in ranks))
+    return remedy + (_GO_ON if goes_on and view.waiting and view.any_divergence is None else "")
 
 
 def _gathering(view: Timeline, ranks: tuple[int, ...]) -> Finding:

@@ -9,6 +9,7 @@ from lightning_ncclsafe.code.libraries import (
     MLFLOW_CLIENT,
     PROCESSES,
     PYTHON_LOGGING,
+    REQUESTS,
     SUMMARY_WRITER,
     WANDB_RUN,
 )
@@ -38,9 +39,18 @@ from lightning_ncclsafe.rules.kit import (
 # Files of classes that users call, and the names of these classes.
 _OWNERS = ((SUMMARY_WRITER, "SummaryWriter"), (WANDB_RUN, "wandb.Run"), (MLFLOW_CLIENT, "MlflowClient"))
 _OFFLOAD = "LoggerOffload"
+_REMEDY_OFFLOAD = (
+    "Take the loggers off the training thread: Trainer(callbacks=[LoggerOffload()]), from lightning_ncclsafe import "
+    "LoggerOffload."
+)
 _REMEDY = (
-    "Take the loggers off the training thread: Trainer(callbacks=[LoggerOffload()]). Without it: log to a directory on "
-    "a local disk and copy it away after the run, or log less often (log_every_n_steps, self.log(on_step=False))."
+    f"{_REMEDY_OFFLOAD} Without it: log to a directory on a local disk and copy it away after the run, or log less "
+    "often (log_every_n_steps, self.log(on_step=False))."
+)
+_REMEDY_REQUEST = (
+    "This logger waits for a server: give the request a timeout (urlopen(request, timeout=5), requests.post(…, "
+    f"timeout=5)) and catch what it raises then. {_REMEDY_OFFLOAD} Or log less often (log_every_n_steps, "
+    "self.log(on_step=False))."
 )
 _REMEDY_UPLOAD = (
     "Upload checkpoints less often (every_n_epochs, every_n_train_steps or save_top_k of ModelCheckpoint, log_model of "
@@ -130,7 +140,14 @@ def _remedy(ranks: list[RankFacts]) -> str:
     if _awaits_process(first):
         pid = first.awaited_processes[0].pid
         return _REMEDY_PROCESS.format(pid=pid, look=f"py-spy dump --pid {pid}, if it runs Python")
-    return _REMEDY
+    return _REMEDY_REQUEST if _requests(first) else _REMEDY
+
+
+def _requests(facts: RankFacts) -> bool:
+    """Whether a line of the user's own logger waits for the answer of a server, and no library for loggers does."""
+    thread = awaited_thread(facts)
+    below = below_user(thread.stack if thread is not None else facts.stack)
+    return is_in(REQUESTS, below) and not is_in(LOG_WRITERS, below)
 
 
 def _is_in_pythons(facts: RankFacts) -> bool:

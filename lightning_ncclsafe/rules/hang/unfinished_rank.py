@@ -7,6 +7,7 @@ from lightning_ncclsafe.rules.kit import (
     Confidence,
     Evidence,
     Finding,
+    Plan,
     Severity,
     Timeline,
     capitalised,
@@ -36,6 +37,14 @@ _REMEDY_CALL = (
 )
 
 
+def _plan(view: Timeline, finding: Finding) -> Plan:
+    """``stop`` if a rank has called the Trainer from within its own call and waits for the others; else ``unknown``."""
+    is_again = bool(in_trainer_again(view)) and {*finding.ranks} <= {*view.waiting}
+    # What the others have caught may have led them past the call: a fault of a machine, such as a full disk.
+    has_caught = any(facts.caught or facts.failed_save for facts in view.facts.values())
+    return Plan.STOP if is_again and not has_caught else Plan.UNKNOWN
+
+
 @hang_rule(
     after="late-at-init",
     follows=("slow-logger",),
@@ -44,6 +53,7 @@ _REMEDY_CALL = (
         "job: look at that line, which writes, sends or waits for a thread or process at the end of the run, without "
         "the other ranks."
     ),
+    plan=_plan,
 )
 def unfinished_rank(view: Timeline) -> Iterator[Finding]:
     """Some ranks are still in the Trainer's function after all others have returned from it.

@@ -60,6 +60,7 @@ _WAITS = WAITS_FOR_PROCESSES | DATALOADER
 # What a rank raises if a worker dies while it hands over a batch.
 _BROKEN = ("ConnectionResetError", "ConnectionRefusedError", "BrokenPipeError", "EOFError", "FileNotFoundError")
 _KILLS = ("SIGKILL", "Killed")
+_CPU_TIME = ("SIGXCPU", "CPU time limit exceeded")
 _ENDS = ("SIGTERM", "Terminated", "SIGINT", "Interrupt", "SIGHUP", "Hangup")
 _LISTED = 8
 _RAISED = 1
@@ -68,10 +69,22 @@ _REMEDY = (
     "A worker killed by SIGSEGV, SIGABRT or SIGBUS failed in native code (a decoder, a library that was "
     "initialised before the fork): run with num_workers=0 to see the error, or with multiprocessing_context='spawn'."
 )
-_REMEDY_KILLED = (
+# What has probably sent a SIGKILL, the most probable first.
+_OF_MEMORY = (
     "SIGKILL comes from outside: from the kernel's out-of-memory killer (see dmesg, memory.events of the control "
-    "group), a scheduler, or another user. If memory ran out, use less: fewer workers, a smaller prefetch_factor, data "
-    "in arrays instead of Python objects."
+    "group), a scheduler, or another user, or from the kernel, as the process had used up its CPU time (RLIMIT_CPU, "
+    "ulimit -t)."
+)
+_OF_ANY = (
+    "SIGKILL comes from outside: from a scheduler or another user, or from the kernel, as the process had used up its "
+    "CPU time (RLIMIT_CPU, ulimit -t) or as memory ran out (see dmesg, memory.events of the control group)."
+)
+_LESS = (
+    " If memory ran out, use less: fewer workers, a smaller prefetch_factor, data in arrays instead of Python objects."
+)
+_REMEDY_CPU_TIME = (
+    "The process had used up its CPU time: find out what limits it (RLIMIT_CPU: ulimit -t in the job's shell, "
+    "resource.setrlimit in the code, the scheduler), and raise that limit, or let each process do less."
 )
 _REMEDY_EXITED = (
     "It exited with this status by itself: look at its output for a traceback, and for sys.exit and os._exit in the "
@@ -86,13 +99,8 @@ _REMEDY_OWN = (
     "A process killed by SIGSEGV, SIGABRT or SIGBUS failed in native code: do its work in the rank itself to see the "
     "error, or start it with the method 'spawn' if a library was initialised before the fork."
 )
-_REMEDY_OWN_KILLED = (
-    "SIGKILL comes from outside: from the kernel's out-of-memory killer (see dmesg, memory.events of the control "
-    "group), a scheduler, or another user. If memory ran out, give that process less to hold."
-)
-_REMEDY_OWN_KILLED_POOL = (
-    _REMEDY_OWN_KILLED + " A smaller pool (num_proc, max_workers) and smaller batches need less at a time."
-)
+_LESS_OWN = " If memory ran out, give that process less to hold."
+_LESS_POOL = _LESS_OWN + " A smaller pool (num_proc, max_workers) and smaller batches need less at a time."
 _REMEDY_OWN_EXITED = (
     "It exited with this status by itself: look at its output for a traceback, and for sys.exit and os._exit in what "
     "it runs. If it shares a pipe with the rank, close the end of it there that is not the rank's: only then does recv "
@@ -284,7 +292,7 @@ def _waits_in_vain(view: Timeline, rank: int) -> Finding:
 
 def _remedy_raised(facts: RankFacts, signal: str, calls: ExitCalls, *, is_of_pool: bool) -> str:
     if is_of_pool and signal not in _ENDS:
-        return _REMEDY_OWN_KILLED_POOL if _is_for_memory(facts, signal) else _REMEDY_OWN
+        return _why_signalled(facts, signal, less=_LESS_POOL, crashed=_REMEDY_OWN)
     return _remedy(facts, signal) if calls.only is None else _REMEDY_EXITED
 
 
@@ -301,7 +309,7 @@ def _remedy_of_own(facts: RankFacts, child: EndedProcess, calls: ExitCalls) -> s
     elif child.exit_code is not None:
         why = _REMEDY_OWN_EXITED
     else:
-        why = _REMEDY_OWN_KILLED if _is_for_memory(facts, child.signal) else _REMEDY_OWN
+        why = _why_signalled(facts, child.signal, less=_LESS_OWN, crashed=_REMEDY_OWN)
     call = calls.possible[0] if len(calls.possible) == 1 else None
     if call is not None and child.signal:
         why = _REMEDY_OWN_CALL.format(code=call.code, place=short_place(call.place)) + why
@@ -346,7 +354,7 @@ def _lost_task(view: Timeline, rank: int, processes: tuple[int, ...]) -> Finding
     )
     facts = view.facts[rank]
     evidence = (*_ended_evidence(facts), *_kills_evidence(facts), *memory_evidence(facts), *how_we_know(view, (rank,)))
-    why = _REMEDY_OWN_KILLED if _is_for_memory(facts, "") else _REMEDY_OWN
+    why = _why_signalled(facts, "", less=_LESS_OWN, crashed=_REMEDY_OWN)
     return finding(view, (rank,), text, evidence=evidence, remedy=f"{why} {_REMEDY_POOL}")
 
 
@@ -412,8 +420,23 @@ def _kills_evidence(facts: RankFacts) -> Iterator[Evidence]:
 def _remedy(facts: RankFacts, signal: str) -> str:
     if signal in _ENDS:
         return _REMEDY_ENDED
-    return _REMEDY_KILLED if _is_for_memory(facts, signal) else _REMEDY
+    return _why_signalled(facts, signal, less=_LESS, crashed=_REMEDY)
 
 
-def _is_for_memory(facts: RankFacts, signal: str) -> bool:
-    return signal in _KILLS or bool(facts.host_facts.oom_kills) or short_of_memory(facts.host_facts)
+def _why_signalled(facts: RankFacts, signal: str, *, less: str, crashed: str) -> str:
+    """What to do about a process that no request to exit has ended.
+
+    Args:
+        less: What to do if memory ran out.
+        crashed: What to do if it crashed.
+    """
+    if signal in _CPU_TIME:
+        return _REMEDY_CPU_TIME
+    if _is_of_memory(facts):
+        return _OF_MEMORY + less
+    return _OF_ANY + less if signal in _KILLS else crashed
+
+
+def _is_of_memory(facts: RankFacts) -> bool:
+    """Whether the kernel's counter or the memory that is left speaks for its out-of-memory killer."""
+    return bool(facts.host_facts.oom_kills) or short_of_memory(facts.host_facts)

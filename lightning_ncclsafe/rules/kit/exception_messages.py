@@ -133,6 +133,9 @@ def _has_much(facts: RankFacts) -> bool:
     return total is not None and free is not None and total > _MUCH_BYTES and free > _ROOM_SHARE * total
 
 
+_MUST_FIT = (
+    "let files there be larger (RLIMIT_FSIZE, ulimit -f, or a limit of the file system), or save less in one file"
+)
 # Part of a message, and what to do.
 _KNOWN = (
     ("No space left", "free space there, or keep fewer checkpoints (save_top_k)"),
@@ -140,9 +143,16 @@ _KNOWN = (
     ("Permission denied", "let the user of the job write there, on every host"),
     ("Read-only file system", "find out why the file system is mounted read-only, usually after an error"),
     ("Stale file handle", "look at the network file system's server"),
+    ("File too large", _MUST_FIT),
+    ("Input/output error", "look at the storage: the kernel's log (dmesg) of that host, or the file server"),
+    ("No such file or directory", "create the directory on every host, and let nothing remove it during the run"),
+    ("Too many open files", "raise the limit of open files (ulimit -n), and close files that are no longer needed"),
+    ("timed out", "look at the storage's server and the network to it, and let its client try again"),
+    ("PytorchStreamWriter failed", "look whether the file system there is full, over a quota or limits a file's size"),
     ("Can't pickle", "leave what cannot be pickled out of hyper-parameters and on_save_checkpoint"),
     ("cannot pickle", "leave what cannot be pickled out of hyper-parameters and on_save_checkpoint"),
 )
+_UNKNOWN = "find out why the save fails: its exception and the line that raised it are above"
 _MESSAGE = 200
 
 
@@ -155,5 +165,5 @@ def error_words(error: ExceptionFacts | CaughtException) -> str:
 
 
 def advice(error: ExceptionFacts) -> str:
-    """What to do about it, without a full stop; ``"Correct it"`` if nothing better is known."""
-    return capitalised(next((advice for text, advice in _KNOWN if text in error.message), "correct it"))
+    """What to do about a save that raised this, without a full stop."""
+    return capitalised(next((advice for text, advice in _KNOWN if text in error.message), _UNKNOWN))
