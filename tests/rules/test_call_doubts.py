@@ -427,6 +427,19 @@ def test_a_rank_aborted_as_it_gathered_a_unit_that_others_left_out_shows_where_i
         assert finding.rule != "unused-parameters"
 
 
+def test_a_rank_that_is_still_in_the_hook_that_logs_a_key_may_log_it_yet() -> None:
+    """As recorded: a callback of rank 1 runs a split model before the module logs; rank 0 has left the hook."""
+    key = LoggedKey(name="match", hook="on_validation_epoch_end", place="train.py:29 in on_validation_epoch_end")
+    end = {"phase": Phase.VALIDATE, "batch": 3, "last": True, "world": 2}
+    left = GLOO.rank(0, RUN, EVALUATION, RESULT, BARRIER, seq=61, outstanding=1, op="barrier", sizes=(), **end)  # type: ignore[arg-type]
+    hooked = "[Callback]Answers.on_validation_epoch_end"
+    within = GLOO.rank(1, RUN, user("forward", 40), ALL_REDUCE, seq=61, outstanding=1, action=hooked, **end)  # type: ignore[arg-type]
+    ranks = (replace(left, steps=StepFacts(logged=(key,), reducing="match")), replace(within, steps=StepFacts()))
+    assert first(job(*ranks, world=2)).rule == "diverged-collectives"
+    past = replace(ranks[1], progress=replace(ranks[1].progress, actions=()))
+    assert first(job(ranks[0], past, world=2)).rule == "diverged-log-keys"
+
+
 def test_which_of_several_keys_it_was_is_not_guessed() -> None:
     other = replace(EMA, name="other")
     finding = first(_ended_while_it_reduced(TRAINING, unlogged=(EMA, other)))

@@ -121,7 +121,7 @@ def _by_keys(view: Timeline, reducing: tuple[int, ...]) -> Iterator[Finding]:
     odd = _odd_key(view, reducing)
     if odd is not None:
         yield _finding(view, odd)
-    elif skipped := _skipped_reduction(view, reducing):
+    elif not _may_log_it_yet(view, reducing) and (skipped := _skipped_reduction(view, reducing)):
         yield _skipped_finding(view, skipped)
     elif len(reducing) < len(view.waiting) and not view.silent:
         yield _undecided(view, reducing)
@@ -197,22 +197,40 @@ def _odd_key(view: Timeline, reducing: tuple[int, ...]) -> _UncommonKey | None:
     for key in sorted(keys.values(), key=lambda key: key.name not in now):
         lacking = tuple(rank for rank, names in logged.items() if _named(key) not in names)
         having = tuple(rank for rank, names in logged.items() if _named(key) in names)
-        if lacking and not _is_yet_to_log(view, having, lacking):
+        if lacking and not _is_yet_to_log(view, key.hook, having, lacking):
             others = logged[lacking[0]] - logged[having[0]]
             is_mutual = any(hook == key.hook for hook, _ in others)
             return _UncommonKey(key=key, having=having, lacking=lacking, ended=ended, is_mutual=is_mutual)
     return None
 
 
-def _is_yet_to_log(view: Timeline, having: tuple[int, ...], lacking: tuple[int, ...]) -> bool:
-    """Whether a rank that lacks a key has not got as far as those that have logged it."""
+def _may_log_it_yet(view: Timeline, reducing: tuple[int, ...]) -> bool:
+    """Whether a rank has not logged the key that these ranks reduce because it has not got there."""
+    facts = view.facts[reducing[0]].steps
+    hook = next((key.hook for key in facts.logged if key.name == facts.reducing), None)
+    each = {rank: {key.name for key in one.steps.logged} for rank, one in view.facts.items()}
+    lacking = tuple(rank for rank, names in each.items() if facts.reducing not in names)
+    return hook is not None and bool(lacking) and _is_yet_to_log(view, hook, reducing, lacking)
+
+
+def _is_yet_to_log(view: Timeline, hook: str, having: tuple[int, ...], lacking: tuple[int, ...]) -> bool:
+    """Whether a rank that lacks a key has not got as far as those that have logged it, in this hook."""
     places = positions(view)
+    # Callbacks have theirs before the module.
+    actions = {rank: view.facts[rank].progress.actions for rank in (*having, *lacking)}
+    in_callback = {rank for rank, own in actions.items() if any(_is_callbacks(action.name, hook) for action in own)}
+    if in_callback == {*lacking}:
+        return True
     if min(places[rank] for rank in lacking) < min(places[rank] for rank in having):
         return True
     if {places[rank] for rank in lacking} != {places[rank] for rank in having}:
         return False
     there, here = ({inside_trainer(view.facts[rank].stack) for rank in ranks} for ranks in (having, lacking))
     return all(is_before(stack, other) for stack in here for other in there)
+
+
+def _is_callbacks(action_name: str, hook: str) -> bool:
+    return bool(hook) and action_name.startswith("[Callback]") and action_name.endswith(f".{hook}")
 
 
 class _States(NamedTuple):
