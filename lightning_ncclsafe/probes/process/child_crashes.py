@@ -1,9 +1,9 @@
 """Where a forked child was when a fatal signal or an exception ended it: a loader's worker, mostly, or a pool's.
 
-Before each fork, a file in memory is made, to which ``faulthandler`` in the child writes, and what runs a process of
-``multiprocessing``. The child also writes its number, so that the parent knows whose file it is, and how many of its
-frames are the parent's. Spawned children, and those of a program that has switched ``faulthandler`` on itself, write
-nothing here.
+Before each fork, a file in memory is made. In the child, ``faulthandler`` writes the stack of a fatal signal to it, and
+a process of ``multiprocessing`` the exception that ends it, or that it cannot send. The child also writes its number,
+so that the parent knows whose file it is, and how many of its frames are the parent's. Spawned children, and those of a
+program that has switched ``faulthandler`` on itself, write nothing here.
 """
 
 import os
@@ -137,8 +137,8 @@ def _note_exceptions(file: int) -> None:
 
     def write(read: Callable[[], ExceptionFacts]) -> None:
         with suppress(Exception):
-            # A child of this one has its own file.
-            if os.getpid() == pid:
+            # A child of this one has its own file; and a process may fail to send again and again.
+            if os.getpid() == pid and os.fstat(file).st_size < _MOST_BYTES:
                 os.write(file, f"\n{RAISED}".encode() + codec.encode(read()) + b"\n")
 
     def noted(run: Callable[[], None]) -> None:

@@ -82,11 +82,11 @@ def only_assignment(name: str, owner: type) -> Given | None:
 
 
 def different_for_each_process(value: ast.expr, made: Given) -> Given | None:
-    """The one assignment of such a value that a variable within an expression has got, over others; None if none is.
+    """Where an expression's variables get a value that each process has for itself; None if nowhere or in many places.
 
     Args:
-        value: The expression.
-        made: The assignment that it is in.
+        value: The expression; its variables are followed to what they are computed from.
+        made: Where the expression is.
     """
     found: dict[int, Given] = {}
     waiting, seen = [(value, made)], set[str]()

@@ -216,7 +216,7 @@ def _may_log_it_yet(view: Timeline, reducing: tuple[int, ...]) -> bool:
 def _is_yet_to_log(view: Timeline, hook: str, having: tuple[int, ...], lacking: tuple[int, ...]) -> bool:
     """Whether a rank that lacks a key has not got as far as those that have logged it, in this hook."""
     places = positions(view)
-    # Callbacks have theirs before the module.
+    # A callback's hook runs before the module's.
     actions = {rank: view.facts[rank].progress.actions for rank in (*having, *lacking)}
     in_callback = {rank for rank, own in actions.items() if any(_is_callbacks(action.name, hook) for action in own)}
     if in_callback == {*lacking}:

@@ -297,7 +297,7 @@ def _finding(
     *,
     is_backward: bool = True,
 ) -> Finding:
-    """The finding; before a backward pass, no parameter has a gradient yet, which is no evidence then."""
+    """The finding; in a forward pass, a missing gradient is no evidence, as no parameter has one yet."""
     return finding(
         view,
         ranks,

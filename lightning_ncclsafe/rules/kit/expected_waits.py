@@ -29,11 +29,10 @@ def expected_for_s(job: JobFacts, limit_s: Callable[[str], float]) -> float:
     if _is_alarming(job):
         return 0.0
     view = timeline(job)
-    if _is_deadlock(view):
-        forget()
-        # Ranks that have come there just now may be on their way.
-        return max(incident.suspect_after_s - min(facts.progress.idle_s for facts in job.ranks), 0.0)
     try:
+        if _is_deadlock(view):
+            # Ranks that have come there just now may be on their way.
+            return max(incident.suspect_after_s - min(facts.progress.idle_s for facts in job.ranks), 0.0)
         awaited = tuple(_awaited(view))
         # If all wait and none is behind, the collective itself takes long: the first one connects.
         slow = awaited or view.waiting

@@ -357,7 +357,7 @@ class LeftOutUnit(NamedTuple):
 def left_out_unit(view: Timeline) -> LeftOutUnit | None:
     """That part; None if ranks were elsewhere, or if the source does not show one thing that may have led around it."""
     ended, others = aborted_by_gloo(view), tuple(sorted(view.facts))
-    if not ended or not others or {*view.silent} > {*ended}:
+    if not ended or not others or {*view.silent} != {*ended}:
         return None
     stacks = {rank: stack_of(view, rank) for rank in (*ended, *others)}
     lines = {rank: deepest_user_frame(stack) for rank, stack in stacks.items()}
