@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import call_scenes as scenes
 import pytest
 from builders import (
     ALL_REDUCE,
@@ -80,6 +81,31 @@ def test_a_rank_that_continues_without_memory() -> None:
     outer, inner = OUT_OF_MEMORY.stack
     known = replace(OUT_OF_MEMORY, stack=(replace(outer, branches=(within,)), inner))
     assert first(rank_that_skipped(GLOO, caught=(known,))).location == "b.py:9 in retried"
+
+
+def test_a_line_that_raised_instead_of_logging_a_key() -> None:
+    """All ranks have logged the key before, and one has gone on without it."""
+    scene = scenes.key_that_one_rank_lacks(GLOO)
+    line = replace(user("validation_step", 104), handler="except ValueError:  (line 105)")
+    raised_there = CaughtException(
+        type="ValueError", message="only one class", stack=(line, user("roc_auc", 9)), ago_s=24.0
+    )
+    elsewhere = replace(raised_there, stack=(replace(line, line=102), user("roc_auc", 9)))
+
+    def judged(caught: CaughtException) -> Finding:
+        steps = replace(scene.ranks[2].steps, logged=scene.ranks[0].steps.logged)
+        lacking = replace(scene.ranks[2], steps=steps, caught=(caught,))
+        return first(replace(scene, ranks=(*scene.ranks[:2], lacking, scene.ranks[3])))
+
+    finding = judged(raised_there)
+    assert (finding.rule, finding.ranks, finding.confidence) == ("diverged-log-keys", (2,), Confidence.LIKELY)
+    assert finding.location == f"{USER_FILE}:104 in validation_step"
+    assert finding.summary.startswith(
+        "Rank 2 has not logged 'val_extra' in this step: the line that logs it raised ValueError: only one class at "
+        "train.py:9 in roc_auc, which was caught by `except ValueError:` (line 105): ranks 0-1, 3 wait in "
+    )
+    assert judged(elsewhere).rule == "diverged-collectives"
+    assert judged(replace(raised_there, ago_s=600.0)).rule == "diverged-collectives", "long ago"
 
 
 @pytest.mark.parametrize(

@@ -49,14 +49,20 @@ def presenting(rank: int, *, validated: int, world: int) -> RankFacts:
     return replace(facts, progress=progress, trainer=TRAINER, steps=StepFacts(validated=validated))
 
 
-def checked(validated: int, *, past: int) -> JobFacts:
-    """Rank 0 is in a batch of the sanity check, and the other two are past it."""
+def checked(validated: int, *, past: int, phase: Phase = Phase.SANITY_CHECK) -> JobFacts:
+    """Rank 0 is in a batch of the sanity check, or of another validation, and the other two are past it."""
     others = [presenting(rank, validated=past, world=3) for rank in (1, 2)]
-    return job(validating(0, validated=validated, world=3), *others, world=3)
+    return job(validating(0, validated=validated, world=3, phase=phase), *others, world=3)
 
 
 def test_a_rank_that_waits_in_the_sanity_check_has_not_left_out_the_stage_that_others_present() -> None:
     assert "unpresented-loader" not in rules(checked(1, past=2))
+
+
+@pytest.mark.parametrize(("past", "is_elsewhere"), [(6, False), (5, True)])
+def test_a_rank_that_waits_in_a_validation_has_not_left_out_the_next_epoch(past: int, is_elsewhere: bool) -> None:
+    """The others have had that validation, too, or fewer batches: then they may have left one out."""
+    assert ("unpresented-loader" in rules(checked(5, past=past, phase=Phase.VALIDATE))) is is_elsewhere
 
 
 def test_ranks_that_have_had_no_sanity_check_may_be_in_another_stage() -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from lightning_ncclsafe.code.libraries import EVALUATION_LOOPS, LOGGED_VALUES, LOGGED_VALUES_READ, METRIC_GATHER
-from lightning_ncclsafe.facts import LoggedKey, MetricFacts, RankFacts, UnitKind
+from lightning_ncclsafe.facts import CaughtException, LoggedKey, MetricFacts, RankFacts, UnitKind
 from lightning_ncclsafe.rules.kit import (
     Confidence,
     Evidence,
@@ -17,13 +17,16 @@ from lightning_ncclsafe.rules.kit import (
     aborted_by_gloo,
     aborted_elsewhere,
     aborted_words,
+    at_words,
     below_user,
     call_evidence,
     call_location,
     capitalised,
     clause,
     condition_of,
+    condition_words,
     ended_process_evidence,
+    error_words,
     evidence_about,
     finding,
     gloo_abort_words,
@@ -33,11 +36,13 @@ from lightning_ncclsafe.rules.kit import (
     is_in,
     is_in_action,
     joined,
+    just_caught,
     last_user,
     location_of,
     others_wait,
     out_of_data_first,
     positions,
+    raised_at,
     ranks_by,
     ranks_words,
     shift,
@@ -373,13 +378,37 @@ def _skipped_finding(view: Timeline, skipped: Shift) -> Finding:
 def _undecided(view: Timeline, reducing: tuple[int, ...]) -> Finding:
     """All have logged the same keys before, but only some are reducing one now."""
     others = tuple(rank for rank in view.waiting if rank not in set(reducing))
-    ranks = reducing if len(reducing) <= len(others) else others
     name = view.facts[reducing[0]].steps.reducing
+    place = next((key.place for key in view.facts[reducing[0]].steps.logged if key.name == name), "")
+    if raised := _raised_instead(view, others, place):
+        return _raised_finding(view, name, place, raised)
+    ranks = reducing if len(reducing) <= len(others) else others
     what = f"{name!r}, which it has" if name else "a value that it has"
     many = f"{name!r}, which they have" if name else "a value that they have"
     text = f"{ranks_words(reducing)} {verb(reducing, f'reduces {what}', f'reduce {many}')} logged, and others do not"
-    place = next((key.place for key in view.facts[reducing[0]].steps.logged if key.name == name), "")
     return _logging_finding(view, ranks, text, place, Confidence.POSSIBLE)
+
+
+def _raised_instead(view: Timeline, ranks: tuple[int, ...], place: str) -> dict[int, CaughtException]:
+    """By rank, the exception that has just been caught after the line that logs a key raised it."""
+    caught = ((rank, error) for rank in ranks for error in just_caught(view, rank))
+    return {rank: error for rank, error in caught if place in map(location_of, error.stack)}
+
+
+def _raised_finding(view: Timeline, name: str, place: str, raised: dict[int, CaughtException]) -> Finding:
+    """The line that logs the key has raised on some ranks before it did."""
+    ranks, error = tuple(sorted(raised)), raised[min(raised)]
+    clauses = f" by {condition_words(handler)}" if (handler := _handler_at(error, place)) else ""
+    text = (
+        f"{clause(ranks, 'has|have not logged')} {name!r} in this step: the line that logs it raised "
+        f"{error_words(error)}{at_words(raised_at(error))}, which was caught{clauses}"
+    )
+    return _logging_finding(view, ranks, text, place, Confidence.LIKELY)
+
+
+def _handler_at(error: CaughtException, place: str) -> str:
+    """The ``except`` clause around a line through which an exception came; empty if unknown."""
+    return next((frame.handler for frame in error.stack if location_of(frame) == place), "")
 
 
 def _logging_finding(view: Timeline, ranks: tuple[int, ...], text: str, place: str, confidence: Confidence) -> Finding:

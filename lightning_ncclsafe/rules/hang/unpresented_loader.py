@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from lightning_ncclsafe.facts import Frame
+from lightning_ncclsafe.facts import Frame, Phase
 from lightning_ncclsafe.rules.kit import (
     AGREEMENT,
     Confidence,
@@ -60,7 +60,7 @@ def unpresented_loader(view: Timeline) -> Iterator[Finding]:
     """
     presenting = {rank: stage for rank, facts in view.facts.items() if (stage := presented_stage(facts))}
     elsewhere = tuple(sorted(view.facts.keys() - presenting.keys() - set(view.raised) - _has_left(view, presenting)))
-    if presenting and elsewhere and not _left_sanity_check(view, presenting, elsewhere):
+    if presenting and elsewhere and not _left_validation(view, presenting, elsewhere):
         alone = tuple(rank for rank in sorted(presenting) if condition_of(view, rank))
         yield (
             _alone(view, presenting, elsewhere)
@@ -75,10 +75,15 @@ def _has_left(view: Timeline, presenting: dict[int, str]) -> set[int]:
     return {rank for rank, facts in view.facts.items() if facts.progress.last_action in left}
 
 
-def _left_sanity_check(view: Timeline, presenting: dict[int, str], elsewhere: tuple[int, ...]) -> bool:
-    """Whether all have been in the sanity check, where the others wait in a collective that is not made by all."""
-    have_validated = all(view.facts[rank].steps.validated > 0 for rank in presenting)
-    return have_validated and all(map(view.waits, elsewhere)) and {*elsewhere} <= {*in_sanity_check(view)}
+def _left_validation(view: Timeline, presenting: dict[int, str], elsewhere: tuple[int, ...]) -> bool:
+    """Whether all have been in the validation in which the others wait for a collective that is not made by all."""
+    validated = {rank: view.facts[rank].steps.validated for rank in view.facts}
+    if not all(map(view.waits, elsewhere)) or not all(validated[rank] for rank in presenting):
+        return False
+    # Where they had fewer batches of a validation, they may have left out a whole one, too.
+    is_same = min(validated[rank] for rank in presenting) >= max(validated[rank] for rank in elsewhere)
+    validating = is_same and all(view.facts[rank].progress.phase is Phase.VALIDATE for rank in elsewhere)
+    return validating or {*elsewhere} <= {*in_sanity_check(view)}
 
 
 def _asked_at(view: Timeline, presenting: dict[int, str]) -> Frame | None:
