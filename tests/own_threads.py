@@ -8,7 +8,7 @@ def own_threads(name: str = "") -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name.startswith(f"ncclsafe-{name}")]
 
 
-def join_own_threads(name: str = "", *, within_s: float = 30.0) -> None:
+def join_own_threads(name: str = "", *, within_s: float = 60.0) -> None:
     """Waits until they have ended."""
     for thread in own_threads(name):
         thread.join(within_s)

@@ -7,7 +7,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def until(condition: Callable[[], T], *, within_s: float = 30.0) -> T:
+def until(condition: Callable[[], T], *, within_s: float = 60.0) -> T:
     """Waits until something is so, and returns what the condition gave then; fails where it never is."""
     give_up = time.monotonic() + within_s
     while not (found := condition()):

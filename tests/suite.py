@@ -528,8 +528,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--limit-s", type=float, default=900.0, help="for the whole run (%(default)s)")
-    parser.add_argument("--outside-tests-s", type=float, default=60.0, help="to import a file, to start, and to end")
+    parser.add_argument("--limit-s", type=float, default=1800.0, help="for the whole run (%(default)s)")
+    parser.add_argument("--outside-tests-s", type=float, default=180.0, help="to import a file, to start, and to end")
     # Three for each of CI's two cores: many tests wait for a limit, or for other processes.
     parser.add_argument("--processes", type=int, default=6)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write counts of outcomes and versions there")

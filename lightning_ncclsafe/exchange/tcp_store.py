@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from lightning_ncclsafe.exchange.fallback import CallThread, NoAnswerError
-from lightning_ncclsafe.exchange.interface import ExchangeError, in_parts
+from lightning_ncclsafe.exchange.interface import UNUSABLE, ExchangeError, in_parts
 
 T = TypeVar("T")
 
@@ -119,4 +119,4 @@ class TcpStoreExchange:
 
 def _unusable(why: str) -> str:
     """One sentence; what torch says may end like one."""
-    return f"The job's store cannot be used: {why}{'' if why.endswith(('.', '?', '!')) else '.'}"
+    return f"{UNUSABLE}: {why}{'' if why.endswith(('.', '?', '!')) else '.'}"

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
+from lightning_ncclsafe.exchange.interface import UNUSABLE
 from lightning_ncclsafe.facts import Incident, IncidentKind, JobFacts
 from lightning_ncclsafe.facts.findings import Diagnosis, Finding
 from lightning_ncclsafe.report.json import plan_words
@@ -31,7 +32,6 @@ from lightning_ncclsafe.rules.kit.wording import duration_words, ranks_words
 from lightning_ncclsafe.rules.planning import next_start
 
 _SHORT_EVIDENCE = 3
-_NO_STORE = "The job's store cannot be used"
 _LEGEND = "(Outermost call first. > marks your own code.)"
 
 _OPENINGS = {
@@ -109,7 +109,7 @@ def _gaps(diagnosis: Diagnosis) -> list[str]:
     view = timeline(job)
     gone = {rank for rank in view.silent if is_gone(view, rank)}
     # Without the process that had the job's store, nobody can use it: that only follows.
-    follows = {line for line in job.missing if gone and line.startswith(_NO_STORE)}
+    follows = {line for line in job.missing if gone and line.startswith(UNUSABLE)}
     lacks = bool({*view.silent} - gone or {*job.missing} - follows)
     return [line for line in diagnosis.unanswered if line not in follows] if lacks else []
 

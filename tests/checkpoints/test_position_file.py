@@ -97,7 +97,6 @@ def test_the_position_survives_a_killed_rank(kept: PositionFile) -> None:
     assert after is not None and after["batches"] >= read["batches"]
 
 
-@pytest.mark.timeout(10)
 def test_other_files_are_not_read_as_positions(tmp_path: Path) -> None:
     path = tmp_path / "x"
     assert read_position(path, 0) is None

@@ -9,7 +9,7 @@ import pytest
 from warm import Warm, ranks_of
 
 PROGRAM = Path(__file__).with_name("resumed_fit.py")
-LIMIT_S = 60
+LIMIT_S = 150
 BATCHES, WINDOW, SAMPLES = 11, 3, 22
 
 

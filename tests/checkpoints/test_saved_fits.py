@@ -10,7 +10,7 @@ import torch
 from warm import Warm, ranks_of
 
 PROGRAM = Path(__file__).with_name("saved_fit.py")
-LIMIT_S = 60
+LIMIT_S = 150
 LAST_STEP = 6  # of two epochs of 8 batches, three to a step
 
 UNDISTURBED = ("nothing",)

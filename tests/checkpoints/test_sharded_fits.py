@@ -8,7 +8,7 @@ import pytest
 from warm import Warm, ranks_of
 
 PROGRAM = Path(__file__).with_name("sharded_fit.py")
-LIMIT_S = 60
+LIMIT_S = 150
 AT_ONCE = 2
 STOCK = {"SafeModelParallel": "ModelParallelStrategy", "SafeFSDP": "StockFSDP"}
 

@@ -207,14 +207,12 @@ def test_a_mispairing_is_told_once_with_the_line_of_each_side(make: Make, monkey
 @pytest.mark.parametrize("rank", [0, 1, 32])
 def test_waiting_for_silent_peers_is_bounded(make: Make, monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
     """Rank 0 waits for all others, rank 32 for its members, and rank 1 for no rank."""
-    monkeypatch.setattr(timer, "_LAST_S", 0.4)
+    monkeypatch.setattr(timer, "_LAST_S", 60.0 if rank == 1 else 0.4)
     one = make(rank, Recorder(), MemoryExchange(SharedMemory()), world_size=40)
     one.timer.start()
     began = time.monotonic()
     one.end()
-    took_s = time.monotonic() - began
-    assert took_s < 0.4 + 40 / 100 + 1.0
-    assert took_s < 0.3 or rank != 1
+    assert time.monotonic() - began < 30
     assert own_threads() == []
 
 
@@ -356,7 +354,7 @@ def test_waiting_for_an_absent_reader_is_bounded(make: Make, monkeypatch: pytest
         one.turn()
     began = time.monotonic()
     one.end()
-    assert 0.15 < time.monotonic() - began < 1.5
+    assert 0.15 < time.monotonic() - began < 30
     assert own_threads() == [] and not one.timer.is_off
 
 
@@ -396,8 +394,9 @@ def test_unreadable_messages_are_reported_once(make: Make, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_lost_exchange_ends_the_timer_and_not_the_training(
-    make: Make, capfd: pytest.CaptureFixture[str], rank: int
+    make: Make, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], rank: int
 ) -> None:
+    monkeypatch.setattr(timer, "_LAST_S", 60.0)
     exchange = Broken(SharedMemory())
     exchange.lost = "its host is gone"
     recorder = Recorder()
@@ -407,7 +406,7 @@ def test_a_lost_exchange_ends_the_timer_and_not_the_training(
     until(lambda: exchange.asked > 1)
     began = time.monotonic()
     one.end()
-    assert time.monotonic() - began < 1.0
+    assert time.monotonic() - began < 30
     assert not one.timer.is_off
     assert capfd.readouterr().err == ""
 

@@ -20,8 +20,7 @@ _TRAINED = re.compile(r"rank (\d): (\d+) optimizer steps, (\d+) samples")
 # Ranks need not import torch again, which is most of the time. Of those that Lightning forks, only one raises visibly.
 FORK = ("--start-method", "fork")
 RAISE = ("--on-uneven", "raise")
-LIMIT_S = 100
-pytestmark = pytest.mark.timeout(LIMIT_S + 20)
+LIMIT_S = 150
 FIRST: list[tuple[str, ...]] = []
 
 Outcome = tuple[int, str, Path]

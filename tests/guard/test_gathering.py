@@ -176,14 +176,15 @@ def test_the_more_ranks_the_longer_the_reporter_is_waited_for() -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_ranks_that_are_seen_to_be_gone_are_not_waited_for(rank: int) -> None:
+def test_ranks_that_are_seen_to_be_gone_are_not_waited_for(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A launcher may kill all others within a second."""
+    monkeypatch.setattr(gathering, "ANSWER_S", 60.0)
     gone = ProcessFacts(pid=7, rank=1 - rank, state="zombie")
     part = part_of(MemoryExchange(), rank, 2)
     began = time.monotonic()
     part.publish(facts_of(rank, peers=(gone,)))
     assert part.hold(INCIDENT, told) == Verdict(incident=INCIDENT, answer="1 of 2: ")
-    assert time.monotonic() - began < gathering.ANSWER_S
+    assert time.monotonic() - began < 30.0
 
 
 def test_a_process_that_ends_while_it_is_looked_at_has_last_words(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -249,7 +249,7 @@ def test_points_lost_to_stalled_storage_are_recovered_at_the_next_start(crashed:
 def test_a_program_with_dead_storage_ends_and_prints_its_staging_folder(crashed: Crashed) -> None:
     case, again = crashed.first["end-stalled"], crashed.again["end-stalled"]
     assert case.exit_code == 0, case.output
-    assert case.ended - max(case.logged.values()) < 15
+    assert case.ended - max(case.logged.values()) < 60
     said = re.findall(r"wait in (\S+);", case.output)
     assert len(said) == len(set(said)) == len(LOGGERS), case.output
     for logger in LOGGERS:

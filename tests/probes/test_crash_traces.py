@@ -241,7 +241,6 @@ def test_only_later_output_of_a_stderr_file_is_read(words: CrashTraces, tmp_path
         assert words.of(process.pid).said == said
 
 
-@pytest.mark.timeout(30)
 def test_a_stderr_on_unresponsive_storage_does_not_block(
     words: CrashTraces, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

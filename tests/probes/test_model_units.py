@@ -255,7 +255,7 @@ def test_the_unit_of_a_blocked_rank_is_named(seen: Result, model: str, words: st
     """DDP holds its reducer's lock at that moment, so the reducer must not be queried."""
     said, took_s = seen[f"blocked: {model}"]
     assert said == words
-    assert took_s < 2
+    assert took_s < 30
 
 
 class Broken(nn.Module):

@@ -34,7 +34,7 @@ Body = Callable[[int], None]
 Pipes = list[tuple[Connection, Connection]]
 # Of each rank: it is never used in the parent.
 ENDING = Ending()
-STARTS_S = 30.0
+STARTS_S = 60.0
 _FORK = multiprocessing.get_context("fork")
 
 

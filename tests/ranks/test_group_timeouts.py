@@ -92,12 +92,12 @@ def test_a_collective_times_out_by_the_phase_of_its_call(tmp_path: Path, monkeyp
             began = time.monotonic()
             with pytest.raises(RuntimeError, match="Timed out waiting 500ms"):
                 dist.all_reduce(torch.ones(1), group=waited)
-            assert 0.4 < time.monotonic() - began < 5
+            assert 0.4 < time.monotonic() - began < 15
             # and its half a second when it becomes 20 s.
             phases.enter(CHECKPOINT)
             with pytest.raises(RuntimeError, match="Timed out waiting 500ms"):
                 short.wait()
-            assert time.monotonic() - began < 5
+            assert time.monotonic() - began < 15
         turn = stores.own_connection("turn")
         if rank == 0:
             turn.set("over", "")

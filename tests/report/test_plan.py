@@ -75,7 +75,6 @@ def test_an_invalid_plan_is_ignored(tmp_path: Path, content: bytes) -> None:
     assert read_plan(path) is None
 
 
-@pytest.mark.timeout(10)
 def test_pipes_links_folders_and_missing_files_are_ignored(tmp_path: Path) -> None:
     path = tmp_path / PLAN_FILE
     assert read_plan(path) is None

@@ -15,7 +15,6 @@ CASES = Path(__file__).with_name("data_cases.py")
 RANKS = 3
 LIMIT_S = 150
 # Of the first call of a case's fixture, which runs all of them.
-pytestmark = pytest.mark.timeout(LIMIT_S + 20)
 
 Outcomes = dict[str, list[dict[str, Any]]]
 

@@ -10,7 +10,7 @@ from lightning_ncclsafe.facts.findings import Plan
 from lightning_ncclsafe.report.json import PLAN_FILE, read_plan
 
 SCENARIO = Path(__file__).with_name("scenario.py")
-LIMIT_S = 40
+LIMIT_S = 150
 
 
 def start(warm: Warm, folder: Path, *options: str, job: str = "bert") -> tuple[list[int], str]:

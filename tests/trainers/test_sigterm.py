@@ -15,7 +15,7 @@ from warm import Warm, ranks_of
 
 SCENARIO = Path(__file__).with_name("scenario.py")
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-LIMIT_S = 45
+LIMIT_S = 150
 HAS_MADE = r"rank (\d) has made (\d+) steps, begun (\d+) batches and ended (\d+) of validation, with (\d+) broadcasts"
 
 # They have far more to do than they can before they are told to stop.

@@ -21,9 +21,8 @@ SCENARIO = Path(__file__).with_name("scenario.py")
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 # What starts the ranks, where Lightning does not.
 LAUNCHERS = ("torchrun", "cluster")
-LIMIT_S = 100
+LIMIT_S = 150
 # The first test waits for its program while others start.
-pytestmark = pytest.mark.timeout(LIMIT_S + 20)
 
 # Those that wait for long.
 FIRST = [

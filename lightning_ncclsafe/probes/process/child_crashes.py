@@ -30,7 +30,7 @@ from lightning_ncclsafe.probes.process.traceback_signal import RAISED
 _MOST, _MOST_TRACES = 64, 16
 _HEADER_BYTES = 32
 _MOST_BYTES = 1 << 18
-_MOST_SAID = 300
+MOST_SAID = 300
 _FRAME = re.compile(r'^ *File "(?P<file>.+)", line (?P<line>\d+), in (?P<function>.+)$', re.MULTILINE)
 
 _listeners = 0
@@ -168,7 +168,7 @@ def _unsent(error: BaseException, sent: Any) -> ExceptionFacts:
     kind, text = instead
     frames = (seen_frame(one["file"], int(one["line"]), one["function"]) for one in _FRAME.finditer(text))
     message = text.rstrip().rpartition("\n")[2].partition(": ")[2]
-    return ExceptionFacts(type=kind, message=message[:_MOST_SAID], stack=tuple(frames))
+    return ExceptionFacts(type=kind, message=message[:MOST_SAID], stack=tuple(frames))
 
 
 def _under_way() -> list[tuple[int, int]]:

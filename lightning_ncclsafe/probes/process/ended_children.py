@@ -26,7 +26,6 @@ _KILLED = (os.CLD_KILLED, os.CLD_DUMPED) if hasattr(os, "CLD_KILLED") else ()
 _EVERY_S = 1.0
 _MOST = 128
 _KEPT = 16
-_MOST_SAID = 300
 # Signals that a pool sends to its own processes.
 _OWN_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP")
 # Reaped children count if they ended this long before the standstill, or later.
@@ -241,4 +240,6 @@ def _with_place(child: EndedProcess) -> EndedProcess:
     raised = child_crashes.raised_in(child.pid)
     if raised is None:
         return child
-    return replace(child, stack=raised.stack, raised=f"{raised.type}: {raised.message}".rstrip(": ")[:_MOST_SAID])
+    return replace(
+        child, stack=raised.stack, raised=f"{raised.type}: {raised.message}".rstrip(": ")[: child_crashes.MOST_SAID]
+    )
