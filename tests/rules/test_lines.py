@@ -24,6 +24,7 @@ from lightning_ncclsafe.facts import (
     JobFacts,
     ModelUnit,
     Phase,
+    RankFacts,
     UnitKind,
 )
 from lightning_ncclsafe.facts.findings import Confidence
@@ -141,6 +142,22 @@ def decided(source: str) -> list[str]:
             """,
             "break",
             id="a loop that ends sooner",
+        ),
+        pytest.param(
+            """
+            def forward(self, tokens):
+                for block in self.blocks:
+                    tokens = block(tokens)  # call both
+                return tokens
+
+            def generate(self, tokens):
+                for _ in range(self.most):
+                    tokens = self(tokens)  # call both
+                    if tokens[-1] == END:
+                        break
+            """,
+            "break",
+            id="a loop around the function that has another loop",
         ),
         pytest.param(
             """
@@ -330,6 +347,21 @@ def test_the_line_where_ranks_took_different_ways_is_found(source: str, expected
     assert decided(source) == ([expected] if expected else [])
 
 
+def test_of_loops_in_one_another_any_may_have_decided() -> None:
+    source = """
+    def forward(self, tokens):
+        for block in self.blocks:
+            tokens = block(tokens)  # call both
+
+    def training_step(self, batch):
+        if batch is None:
+            return None
+        for piece in batch.pieces:
+            self(piece)  # call both
+    """
+    assert decided(source) == ["for piece in batch.pieces:", "for block in self.blocks:"]
+
+
 def test_where_several_may_have_decided_all_are_known() -> None:
     source = """
     def training_step(self, batch):
@@ -360,6 +392,11 @@ def test_a_deciding_branch_is_described_in_words_unless_it_is_a_condition_on_the
     assert told.decided_at == f"{FILE}:59 in step"
     passes = replace(around, test="for x in y:  (line 59)", on=Decides.PASSES)
     assert "How often the call at" in DecidingBranches(call, ((outer, passes),)).words()
+    behind = replace(value, line=46, test="if done:  (line 45)", jump="break")
+    assert DecidingBranches(call, ((call, behind),)).words() == (
+        "How often the call at train.py:44 in check is made may be decided by `break` (line 46), under "
+        "`if done:` (line 45)."
+    )
     assert DecidingBranches(call, ((outer, replace(around, on=Decides.RANK)),)).words() == ""
     both = DecidingBranches(call, ((outer, around), (call, value)))
     assert (both.words(), both.decided_at) == ("", "")
@@ -525,8 +562,9 @@ def test_a_loop_decides_where_the_last_call_of_all_was_of_the_same_line() -> Non
         (("rggg", "rggs", "rggg"), (1,), "Rank 1 skipped all_gather"),
         (("rggg", "rggs"), (0, 1), "Rank 0 called all_gather"),
         (("rggs", "rggg"), (0, 1), "Rank 1 called all_gather"),
+        (("rggg", "rggr"), (0, 1), "Rank 0 called all_gather"),
     ],
-    ids=["still in it", "has left it", "of two, the first", "of two, the second"],
+    ids=["still in it", "has left it", "of two, the first", "of two, the second", "at no line of the user's"],
 )
 def test_the_call_in_a_loop_that_others_have_left_is_the_one(
     letters: tuple[str, ...], ranks: tuple[int, ...], said: str
@@ -535,6 +573,26 @@ def test_the_call_in_a_loop_that_others_have_left_is_the_one(
     assert (finding.rule, finding.ranks, finding.location) == ("diverged-collectives", ranks, f"{FILE}:40 in step")
     assert finding.summary.startswith(f"{said} (8 elements of Float) at train.py:40 in step")
     assert finding.decided_at == f"{FILE}:30 in step"
+
+
+def test_of_a_part_of_the_model_the_loop_around_the_model_is_told() -> None:
+    """The line that runs the part is in a function of the model; nobody has written a collective there."""
+    loop = replace(LOOP, line=49, test="for _ in range(most):  (line 49)")
+    facts = in_helper(of("rggg", "rggr"))
+
+    def known(rank: RankFacts, units: tuple[ModelUnit, ...]) -> RankFacts:
+        calls = []
+        for call in rank.collectives:
+            stack = tuple(replace(one, branches=(loop,)) if one.line == 50 else one for one in call.stack)
+            calls.append(replace(call, stack=(*stack, *HELPER) if call.site == "g" else stack))
+        return replace(rank, collectives=tuple(calls), units=units)
+
+    unit = ModelUnit(kind=UnitKind.FSDP_UNIT, name="block", elements=16, shard_elements=8, groups=("0",))
+    of_unit = first(replace(facts, ranks=tuple(known(rank, (unit,)) for rank in facts.ranks)))
+    assert (of_unit.rule, of_unit.location) == ("diverged-collectives", f"{FILE}:49 in step")
+    assert of_unit.confidence is Confidence.LIKELY
+    own = first(replace(facts, ranks=tuple(known(rank, ()) for rank in facts.ranks)))
+    assert (own.location, own.decided_at) == (f"{FILE}:40 in each", f"{FILE}:49 in step")
 
 
 def in_helper(facts: JobFacts, *branches: Branch, file: str = FILE) -> JobFacts:

@@ -117,9 +117,12 @@ def loop_left(own: tuple[Frame, ...], other: tuple[Frame, ...]) -> Frame | None:
 
 
 def is_in_loop_below(own: tuple[Frame, ...], other: tuple[Frame, ...]) -> bool:
-    """Whether another stack is in a loop of a function that it has called at the very line that one stack is at."""
+    """Whether another stack is in a loop of a function that it has called at the very line that one stack is at.
+
+    A stack without any line is above all others.
+    """
     is_below = [(one.file, one.line) for one in own] == [(two.file, two.line) for two in other[: len(own)]]
-    return bool(own) and is_below and any(frame.user and _loops_around(frame) for frame in other[len(own) :])
+    return is_below and any(frame.user and _loops_around(frame) for frame in other[len(own) :])
 
 
 def _loops_around(frame: Frame) -> list[Branch]:

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from lightning_ncclsafe.code.libraries import JOIN, METRIC_GATHER
 from lightning_ncclsafe.facts import Collective, Frame, Progress
@@ -211,7 +212,9 @@ def _in_loop_left(
         own_lines, other_lines = (user_frames(inside_trainer(one.stack)) for one in (past, call))
         # All have made their last call in the loop, too.
         was_inside = bool(before) and before[-1].site == call.site and is_in_loop_below(own_lines, other_lines)
-        if was_inside or loop_left(own_lines, other_lines) is not None:
+        # Without a line of the user's, one is out of all loops; how long this one usually is decides who left it early.
+        is_usual = not own_lines and any(one.site == call.site != two.site for one, two in pairwise(before))
+        if (was_inside and not is_usual) or loop_left(own_lines, other_lines) is not None:
             frame = deepest_user_frame(call.stack)
             return Shift(ranks=ranks, call=call, callers=callers, others=others, count=0, frame=frame)
     return None

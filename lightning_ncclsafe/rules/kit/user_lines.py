@@ -5,12 +5,12 @@ is concluded from the source of the functions on the way, which is among the fac
 both sides were in, after the last call that both have made, and before their present lines.
 """
 
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Collection, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from lightning_ncclsafe.code.libraries import FSDP_FORWARD
-from lightning_ncclsafe.facts import Branch, Collective, Decides, Frame, Phase, Progress
+from lightning_ncclsafe.facts import Branch, Collective, Decides, Frame, ModelUnit, Phase, Progress, UnitKind
 from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding
 from lightning_ncclsafe.rules.kit.caught_exceptions import continued_after_exception
 from lightning_ncclsafe.rules.kit.frames import (
@@ -23,6 +23,7 @@ from lightning_ncclsafe.rules.kit.frames import (
     user_frames,
 )
 from lightning_ncclsafe.rules.kit.gloo_aborts import aborted_by_gloo
+from lightning_ncclsafe.rules.kit.purpose import unit_of
 from lightning_ncclsafe.rules.kit.rule import at_most_likely, once
 from lightning_ncclsafe.rules.kit.shifts import usual_sites
 from lightning_ncclsafe.rules.kit.timeline import Divergence, Timeline, signature, stack_of
@@ -86,11 +87,13 @@ class DecidingBranches:
             Conditions on the rank come before conditions on data, these before the number of passes of a loop, and
             these before exceptions.
         around: The ranks that have not made the call, as far as they are known.
+        is_of_unit: Whether FSDP makes the call, to run a part of the model at that line.
     """
 
     at: Frame
     branches: tuple[tuple[Frame, Branch], ...]
     around: tuple[int, ...] = ()
+    is_of_unit: bool = False
 
     @property
     def decided_at(self) -> str:
@@ -105,11 +108,16 @@ class DecidingBranches:
         return len(self.branches) == 1 and bool(self.branches[0][1].within)
 
     @property
-    def is_jump_on_data(self) -> bool:
-        """Whether ranks have gone around the call by a jump before it, under a condition that is not on the rank.
+    def is_of_loop(self) -> bool:
+        """Whether it decides how often the call is made: the passes of a loop, or a jump behind the call."""
+        if len(self.branches) != 1:
+            return False
+        frame, branch = self.branches[0]
+        return branch.line > frame.line if branch.jump else branch.on is Decides.PASSES
 
-        A jump behind the call ends a loop: that decides how often it is made.
-        """
+    @property
+    def is_jump_on_data(self) -> bool:
+        """Whether ranks have gone around the call by a jump before it, under a condition that is not on the rank."""
         if len(self.branches) != 1:
             return False
         frame, branch = self.branches[0]
@@ -125,9 +133,9 @@ class DecidingBranches:
         frame, branch = self.branches[0]
         call = f"the call at {short_location(self.at)}"
         words = f"{_branch_words(branch)}{f' in {frame.function}' if frame.function != self.at.function else ''}"
-        if branch.jump:
+        if branch.jump and not self.is_of_loop:
             return f"{capitalised(call)} may have been skipped by {words}."
-        what = "How often" if branch.on is Decides.PASSES else "Whether"
+        what = "How often" if self.is_of_loop else "Whether"
         return f"{what} {call} is made may be decided by {words}."
 
     def evidence(self) -> Iterator[Evidence]:
@@ -159,6 +167,9 @@ def with_decision(view: Timeline, finding: Finding) -> Finding:
         decided_at=deciding.decided_at,
         evidence=(*finding.evidence, *deciding.evidence()),
     )
+    # Nobody wrote that call: what is to be looked at is how often the model is run.
+    if deciding.is_of_unit and deciding.is_of_loop and deciding.branches[0][0].function != deciding.at.function:
+        return replace(finding, location=deciding.decided_at, confidence=at_most_likely(finding.confidence))
     # Without a majority, the rank that made the call may have been named, although it is the other one that jumped.
     is_other_side = 0 < 2 * len(deciding.around) <= len(view.facts) and finding.ranks != deciding.around
     has_jumped = deciding.is_of_rank or _is_early_exit(view, deciding)
@@ -256,7 +267,7 @@ def decision(view: Timeline, location: str) -> DecidingBranches | None:
     }
     branches = leading_branches(branches_around(to_call, before=made.before, instead=instead)) if others else ()
     around = tuple(sorted((others - there) & view.facts.keys()))
-    return DecidingBranches(to_call[-1], branches, around) if branches else None
+    return DecidingBranches(to_call[-1], branches, around, made.is_of_unit) if branches else None
 
 
 def _is_in_later_batch(view: Timeline, rank: int, called_in: Iterable[Progress]) -> bool:
@@ -287,23 +298,25 @@ def branches_around(
         instead: The present frames of the ranks that have not made it.
     """
     kept = [list(frame.branches) for frame in to_call]
-
-    def split_at(depth: int, inside: list[Branch]) -> None:
-        """Both sides have reached this function, so branches around its call did not separate them."""
-        for outer in range(depth):
-            kept[outer] = []
-        kept[depth] = inside
-
+    # Functions in which both have passed the line of the call: a loop in any of them may have brought one there again.
+    again: list[int] = []
     for depth, frame in enumerate(to_call):
         passed = _frame_in(frame, before)
         if passed is not None and (inside := _behind(frame, to_call[depth + 1 :], before, passed.line)) is not None:
-            split_at(depth, inside)
+            again += [depth] if inside and passed.line == frame.line else []
+            _split_at(kept, depth, inside, outer=again if depth in again else ())
     for stack in instead:
         for depth, frame in enumerate(to_call):
             there = _frame_in(frame, stack)
             if there is not None:
-                split_at(depth, _not_around(kept[depth], frame, there.line))
+                _split_at(kept, depth, _not_around(kept[depth], frame, there.line))
     return [(frame, branch) for frame, branches in zip(to_call, kept, strict=True) for branch in branches]
+
+
+def _split_at(kept: list[list[Branch]], depth: int, inside: list[Branch], outer: Collection[int] = ()) -> None:
+    """Both sides have reached a function: branches around its call did not separate them, but for these outer ones."""
+    kept[:depth] = [branches if index in outer else [] for index, branches in enumerate(kept[:depth])]
+    kept[depth] = inside
 
 
 def _behind(frame: Frame, inner: _Stack, before: _Stack, line: int) -> list[Branch] | None:
@@ -377,22 +390,27 @@ class _Made(NamedTuple):
         stack: The user's frames that led to one of them.
         before: The user's frames that led to the last call that all members of its group made at the same place.
         fewer: Ranks that have made fewer of these calls than others.
+        is_of_unit: Whether FSDP makes them.
     """
 
     stack: _Stack = ()
     before: _Stack = ()
     fewer: Set[int] = frozenset()
+    is_of_unit: bool = False
 
 
 def _made(view: Timeline, location: str) -> _Made:
-    calls = (call for facts in view.facts.values() for call in facts.collectives if call.stack and not call.is_p2p)
+    calls = ((call, facts) for facts in view.facts.values() for call in facts.collectives)
+    stacked = ((call, facts) for call, facts in calls if call.stack and not call.is_p2p)
     # One line may be reached through several callers.
-    by_site = {call.site: call for call in calls if _is_at(user_frames(inside_trainer(call.stack)), location)}
-    every = [_made_from(view, call) for call in by_site.values()]
+    by_site = {
+        call.site: (call, facts) for call, facts in stacked if _is_at(user_frames(inside_trainer(call.stack)), location)
+    }
+    every = [_made_from(view, call, unit_of(call, facts)) for call, facts in by_site.values()]
     return next((made for made in every if made.fewer), every[0] if every else _Made())
 
 
-def _made_from(view: Timeline, call: Collective) -> _Made:
+def _made_from(view: Timeline, call: Collective, unit: ModelUnit | None) -> _Made:
     sequences = {rank: made for rank, made in view.sequences(call.group).items() if made}
     # From the oldest number that all recorders still have.
     start = max((made[0].seq for made in sequences.values()), default=0)
@@ -400,7 +418,10 @@ def _made_from(view: Timeline, call: Collective) -> _Made:
     counts = {rank: sum(one.site == call.site for one in made) for rank, made in aligned.items()}
     fewer = {rank for rank, count in counts.items() if count < max(counts.values())}
     return _Made(
-        user_frames(inside_trainer(call.stack)), user_frames(inside_trainer(_last_alike(aligned.values()))), fewer
+        stack=user_frames(inside_trainer(call.stack)),
+        before=user_frames(inside_trainer(_last_alike(aligned.values()))),
+        fewer=fewer,
+        is_of_unit=unit is not None and unit.kind is UnitKind.FSDP_UNIT,
     )
 
 
