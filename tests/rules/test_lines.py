@@ -362,6 +362,13 @@ def test_of_loops_in_one_another_any_may_have_decided() -> None:
     assert decided(source) == ["for piece in batch.pieces:", "for block in self.blocks:"]
 
 
+def test_a_comprehension_decides_once_although_it_may_be_a_function_of_its_own() -> None:
+    """Before Python 3.12 it is one, with the same loop as the function around it."""
+    loop = Branch(line=7, test="for size in sizes  (line 7)", on=Decides.PASSES, until=7)
+    outer, inner = user("loss", 7), user("<listcomp>", 7)
+    assert leading_branches([(outer, loop), (inner, loop)]) == ((inner, loop),)
+
+
 def test_where_several_may_have_decided_all_are_known() -> None:
     source = """
     def training_step(self, batch):

@@ -282,7 +282,9 @@ def _is_in_later_batch(view: Timeline, rank: int, called_in: Iterable[Progress])
 
 def leading_branches(branches: Iterable[tuple[Frame, Branch]]) -> tuple[tuple[Frame, Branch], ...]:
     """Those that a reader would look at first, without those that all ranks decide alike."""
-    every = tuple(branches)
+    # A comprehension is a loop of the function around it, too.
+    by_place = {(frame.file, branch.line, branch.jump): (frame, branch) for frame, branch in branches}
+    every = tuple(by_place.values())
     by_kind = (tuple((frame, branch) for frame, branch in every if branch.on is kind) for kind in _RANKED)
     return next(filter(None, by_kind), ())
 
