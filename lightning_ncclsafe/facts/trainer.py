@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from enum import Enum
 
+from lightning_ncclsafe.facts.frames import Branch
+
 
 class Phase(str, Enum):
     """The phase of a rank's Trainer."""
@@ -226,6 +228,7 @@ class StepFacts:
         unused_at: ``"file:line in forward"`` of the line that skipped the part of the model with the first of these, if
             only one line may have; else of the line that uses it, or of the ``with`` around that which switches
             gradients off; empty if the user's modules do not name it.
+        unused_under: Of the line that uses it, the only condition or loop around it; None if there are several or none.
         other_size: Name of the parameter that has another size on this rank than on rank 0, if DDP has raised that.
         other_size_at: ``"file:line in __init__"`` of the user's line that makes it; empty if unknown.
         frozen: Names of parameters that required a gradient when training began, and no longer do: the first 8.
@@ -284,6 +287,7 @@ class StepFacts:
     without_gradient: tuple[str, ...] = ()
     without_gradient_count: int = 0
     unused_at: str = ""
+    unused_under: Branch | None = None
     other_size: str = ""
     other_size_at: str = ""
     frozen: tuple[str, ...] = ()

@@ -507,6 +507,36 @@ def test_an_unused_part_is_located_by_its_call(missing: list[str], line: str) ->
     assert StepRecord(trainer(module)).facts().unused_at == line
 
 
+class Towers(Module):
+    def __init__(self, missing: str) -> None:
+        names = ("tower.weight", "pair.weight", "head.weight")
+        super().__init__()
+        self.parameters = {name: Parameter(grad=None if name == missing else 1) for name in names}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.head(self.encoded(batch))  # type: ignore[attr-defined]
+
+    def encoded(self, x: Any) -> Any:
+        if x.any():  # <- condition
+            x = x + self.tower(x)  # type: ignore[attr-defined]  # <- tower
+            for part in x:
+                x = x + self.pair(part)  # type: ignore[attr-defined]  # <- each part
+        return x
+
+
+@pytest.mark.parametrize(
+    ("missing", "line", "test"),
+    [
+        ("tower.weight", place("tower", "encoded"), f"if x.any():  (line {line_of('condition')})"),
+        ("pair.weight", place("each part", "encoded"), ""),
+    ],
+)
+def test_the_only_condition_around_an_unused_part_is_known(missing: str, line: str, test: str) -> None:
+    facts = StepRecord(trainer(Towers(missing))).facts()
+    assert facts.unused_at == line
+    assert (facts.unused_under.test if facts.unused_under is not None else "") == test
+
+
 class Stacked(Module):
     """Names its blocks where it counts them, and calls them in another method."""
 

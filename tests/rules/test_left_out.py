@@ -10,6 +10,8 @@ from judged import found as rules
 
 from lightning_ncclsafe.facts import (
     Action,
+    Branch,
+    Decides,
     Frame,
     JobFacts,
     LoggedKey,
@@ -213,6 +215,19 @@ def test_what_was_frozen_is_blamed_on_the_line_that_froze_it() -> None:
     assert finding.remedy.startswith("Freeze the same parameters on all ranks")
     assert not any("or left out" in item.text for item in finding.evidence)
     assert first(_refused(replace(steps, frozen_at=(RETURN, GUARD)))).location == ""
+
+
+def test_the_condition_under_which_alone_a_part_is_used_is_told() -> None:
+    under = Branch(line=50, test="if is_new.any():  (line 50)", on=Decides.VALUE, until=52)
+    used_at = f"{USER_FILE}:51 in encoded"
+    steps = StepFacts(with_backward=11, without_gradient=("tower.weight",), unused_at=used_at, unused_under=under)
+    finding = first(_refused(steps))
+    assert (finding.location, finding.decided_at) == (used_at, f"{USER_FILE}:50 in encoded")
+    assert finding.summary.endswith(
+        " Whether train.py:51 in encoded is run may be decided by `if is_new.any():` (line 50)."
+    )
+    frozen = first(_refused(replace(steps, frozen=("tower.weight",), frozen_at=(RETURN,))))
+    assert (frozen.location, frozen.decided_at) == (RETURN, "")
 
 
 def test_a_loss_from_nothing_is_blamed_on_the_line_that_makes_it() -> None:

@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+from lightning_ncclsafe.facts import Branch, Decides
 from lightning_ncclsafe.probes.source.scopes import Scope, attributes_set, places_in, scopes_in
 from lightning_ncclsafe.probes.source.syntax import COMPREHENSIONS, is_constant, is_of_self, name_of, nodes_in
 
@@ -15,6 +16,8 @@ _OTHER_SIZE = re.compile(r"params\[(\d+)\] in this process with sizes")
 _MOST_OPERATIONS = 4
 # From a line that uses a part of the model outwards, to the hook.
 _MOST_CALLERS = 3
+# What a part is used under; an exception is no such thing.
+_DECIDING = (Decides.RANK, Decides.VALUE, Decides.PASSES)
 _USUAL = {"forward": 0, "training_step": 1}
 # What Lightning calls before the first batch.
 _BEFORE_TRAINING = {"__init__", "configure_model", "configure_optimizers", "prepare_data", "setup"}
@@ -80,11 +83,14 @@ def is_from_nothing(loss: Any, module: Any) -> bool:
     return False
 
 
-def left_out_at(module: Any, missing: list[str]) -> str:
+def left_out_at(module: Any, missing: list[str]) -> tuple[str, Branch | None]:
     """The line of user code that skips, or else uses, the largest unused part with the first of these parameters.
 
     If it is used without gradients, that of the ``with`` statement which switches them off; if what it returns is not
     used, the line that leaves that out.
+
+    Returns:
+        The line; and of one that uses the part, the only condition or loop around it.
     """
     names = trained_parameters(module)
     parts = missing[0].split(".")
@@ -94,14 +100,14 @@ def left_out_at(module: Any, missing: list[str]) -> str:
     # Outwards to the user code that calls this part; code called there may still skip its components.
     used = next(filter(None, (_use_of(module, parts, level) for level in range(depth - 1, -1, -1))), None)
     if used is not None and used.without_gradients_at:
-        return used.without_gradients_at
+        return used.without_gradients_at, None
     within = (_use_of(module, parts, level) for level in range(depth, len(parts)))
     skipped = next((use for use in (used, *within) if use is not None and use.leads_around), None)
     if skipped is None and used is not None:
         used = skipped = used.of_output()
     if skipped is not None and len(skipped.leads_around) == 1 and not skipped.conditions_around:
-        return skipped.leads_around[0]
-    return used.place if used is not None else ""
+        return skipped.leads_around[0], None
+    return (used.place, used.branch_around) if used is not None else ("", None)
 
 
 class _Use(NamedTuple):
@@ -124,6 +130,12 @@ class _Use(NamedTuple):
     @property
     def conditions_around(self) -> tuple[str, ...]:
         return self.scope.conditions_around(self.line)
+
+    @property
+    def branch_around(self) -> Branch | None:
+        """The only one that decides whether it is run; None if several do, or none does."""
+        branches = [one for one in self.scope.branches_around(self.line) if one.on in _DECIDING]
+        return branches[0] if len(branches) == 1 and not branches[0].jump else None
 
     def of_output(self) -> "_Use":
         """The use of what the part has returned, if something may skip every one of these; else this one."""

@@ -151,6 +151,7 @@ class StepRecord:
         runs = passes["passes"]
         module = getattr(self._trainer, "lightning_module", None)
         missing = gradients.named_by_ddp(error, self._trained) or gradients.without_gradient(module)
+        unused_at, unused_under = gradients.left_out_at(module, missing) if missing else ("", None)
         differing = gradients.of_other_size(error, module)
         frozen = self._frozen(module)
         makes_group = any(True for _ in main_thread_frames(GROUP_CREATION))
@@ -174,7 +175,8 @@ class StepRecord:
             leaves_at=gradients.leaves_at(module) if self._without_graph else (),
             without_gradient=tuple(missing[:_MOST_NAMES]),
             without_gradient_count=len(missing),
-            unused_at=gradients.left_out_at(module, missing) if missing else "",
+            unused_at=unused_at,
+            unused_under=unused_under,
             other_size=differing,
             other_size_at=gradients.made_at(module, differing) if differing else "",
             frozen=tuple(frozen[:_MOST_NAMES]),

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from lightning_ncclsafe.code.libraries import BACKWARD
-from lightning_ncclsafe.facts import Collective, RankFacts, StepFacts, UnitKind
+from lightning_ncclsafe.facts import Branch, Collective, RankFacts, StepFacts, UnitKind
 from lightning_ncclsafe.rules.kit import (
     Confidence,
     Divergence,
@@ -21,6 +21,7 @@ from lightning_ncclsafe.rules.kit import (
     call_location,
     clause,
     collective_words,
+    condition_words,
     counted,
     culprits,
     deepest_user_frame,
@@ -44,6 +45,7 @@ from lightning_ncclsafe.rules.kit import (
     send_different_units,
     shift,
     short_location,
+    short_place,
     signature,
     stack_of,
     unit_of,
@@ -298,13 +300,18 @@ def _finding(
     is_backward: bool = True,
 ) -> Finding:
     """The finding; in a forward pass, a missing gradient is no evidence, as no parameter has one yet."""
+    location = _location(view, ranks[0]) or (call_location(view, ranks) if split is not None else "")
+    steps = view.facts[ranks[0]].steps
+    under = steps.unused_under if is_backward and location == steps.unused_at else None
+    decided_at, words = _decision(location, under) if under is not None else ("", "")
     return finding(
         view,
         ranks,
-        text,
+        joined((text, words)),
         severity=severity,
         confidence=confidence,
-        location=_location(view, ranks[0]) or (call_location(view, ranks) if split is not None else ""),
+        location=location,
+        decided_at=decided_at,
         evidence=(*(_evidence(view, ranks) if is_backward else ()), *how_we_know(view, ranks)),
         remedy=remedy,
     )
@@ -316,6 +323,13 @@ def _location(view: Timeline, rank: int) -> str:
     is_frozen = _is_frozen(steps)
     lines = steps.frozen_at if is_frozen else steps.leaves_at
     return lines[0] if len(lines) == 1 else "" if is_frozen else steps.unused_at
+
+
+def _decision(used_at: str, under: Branch) -> tuple[str, str]:
+    """Where it is decided whether the line that uses the part is run, and a sentence about it."""
+    file, _, rest = used_at.rpartition(":")
+    decided_at = f"{file}:{under.line} in {rest.partition(' in ')[2]}"
+    return decided_at, f"Whether {short_place(used_at)} is run may be decided by {condition_words(under.test)}."
 
 
 def _is_frozen(steps: StepFacts) -> bool:
