@@ -1,7 +1,7 @@
 """The arithmetic of the scoreboard, the truths and how they are compared: nothing is trained here."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -80,8 +80,16 @@ def spread(_: object) -> None:
     )  # <- here
 
 
-def test_any_line_of_the_marked_statement_is_right() -> None:
-    case = replace(CASE, scenario=replace(SCENARIO, run=spread))
+def drawn(rows: list[int]) -> None:
+    while sum(
+        rows,
+    ):  # <- here
+        rows.pop()
+
+
+@pytest.mark.parametrize("run", [spread, drawn], ids=["a simple statement", "the head of a loop"])
+def test_any_line_of_the_marked_statement_is_right(run: Callable[..., None]) -> None:
+    case = replace(CASE, scenario=replace(SCENARIO, run=run))
     file, _, last = case.place.strip().rpartition(":")
     places = {offset: f"{file}:{int(last) + offset} in spread" for offset in range(-3, 2)}
     assert [offset for offset, place in places.items() if case.is_marked(place)] == [-2, -1, 0]

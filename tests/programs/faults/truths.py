@@ -151,16 +151,17 @@ class Case:
         return place_of(self.scenario) if self.scenario.has_line else ""
 
     def is_marked(self, location: str) -> bool:
-        """Whether a location of a finding is the marked line, or another line of the same simple statement."""
+        """Whether a location of a finding is the marked line, or another line of the same statement or head of one."""
         file, _, line = self.place.strip().rpartition(":")
         return any(location.startswith(f"{file}:{number} ") for number in statement_lines(file, int(line)))
 
 
 @cache
 def statement_lines(file: str, line: int) -> range:
-    """The lines of the statement that a line belongs to; of one that contains others, this line only."""
-    simple = (node for node in ast.walk(ast.parse(Path(file).read_text())) if isinstance(node, ast.stmt))
-    ranges = (range(node.lineno, (node.end_lineno or 0) + 1) for node in simple if not hasattr(node, "body"))
+    """The lines of the statement that a line belongs to; of one that contains others, those of its head."""
+    statements = (node for node in ast.walk(ast.parse(Path(file).read_text())) if isinstance(node, ast.stmt))
+    within = ((node, getattr(node, "body", None)) for node in statements)
+    ranges = (range(node.lineno, body[0].lineno if body else (node.end_lineno or 0) + 1) for node, body in within)
     return next((lines for lines in ranges if line in lines), range(line, line + 1))
 
 
