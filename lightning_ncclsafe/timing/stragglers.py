@@ -193,7 +193,8 @@ class Stragglers:
         # A rank that is sometimes 20 ms late only stands out without the lateness that happens to all ranks.
         while least_ns <= worst_ns.max():
             is_late = worst_ns >= least_ns
-            for rank in np.unique(latest[is_late]).tolist():
+            ranks, counts = np.unique(latest[is_late], return_counts=True)
+            for rank in ranks[counts >= _LEAST_LATE_STEPS].tolist():
                 if rank not in found and self._stands_out(is_late, is_late & (latest == rank), worst_ns):
                     found.add(rank)
                     yield self._straggler(rank, is_late & (latest == rank), worst_ns)
@@ -202,8 +203,7 @@ class Stragglers:
     def _stands_out(self, is_late: NDArray[Any], is_own: NDArray[Any], worst_ns: NDArray[Any]) -> bool:
         own, late = int(is_own.sum()), int(is_late.sum())
         return bool(
-            own >= _LEAST_LATE_STEPS
-            and own / late >= min(_OWN_SHARE, _TIMES_FAIR_SHARE / self._world_size)
+            own / late >= min(_OWN_SHARE, _TIMES_FAIR_SHARE / self._world_size)
             and worst_ns[is_own].mean() >= self._least_mean_ns(own)
             and worst_ns[is_own].sum() >= _LEAST_COST * self._span_ns()
             and self._is_throughout(is_own)

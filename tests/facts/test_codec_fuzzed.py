@@ -126,7 +126,7 @@ def test_any_range_of_members_is_read_or_refused(found: Sequence[Any]) -> None:
     check(Group, json.dumps({"name": "0", "ranks": {"range": found}}).encode())
 
 
-@settings(QUICK, max_examples=150)
+@settings(QUICK, max_examples=80)
 @given(place=st.sampled_from(PLACES), wrong=JSON)
 def test_a_wrong_value_at_any_place_is_read_or_refused(place: tuple[Any, ...], wrong: Any) -> None:
     check(JobFacts, json.dumps(replaced(PLAIN, place, lambda value: wrong)).encode())
@@ -149,7 +149,7 @@ EDITS = st.lists(
 )
 
 
-@settings(QUICK, max_examples=150)
+@settings(QUICK, max_examples=80)
 @given(edits=EDITS, kept=st.integers(0, len(BYTES)) | st.none())
 def test_damaged_bytes_are_read_or_refused(edits: list[tuple[int, int, bytes]], kept: int | None) -> None:
     data = BYTES

@@ -217,8 +217,18 @@ def nothing_left_behind() -> Iterator[None]:
     assert own_children() == []
 
 
-@pytest.mark.parametrize("user_workers", [0, 2])
-@pytest.mark.parametrize("kind", KINDS)
+# With both where the order or the seed of workers is drawn from a generator that the samples may be drawn from, too.
+@pytest.mark.parametrize(
+    ("kind", "user_workers"),
+    [
+        *(
+            (kind, 0)
+            for kind in ("shuffled", "not collated", "eager sampler", "generator", "batch_sampler", "in order")
+        ),
+        *((kind, 2) for kind in ("shuffled", "eager sampler", "generator", "batch_sampler")),
+        *((kind, 1) for kind in ("drop_last", "collate_fn", "distributed")),
+    ],
+)
 def test_resizing_keeps_stock_order_and_random_streams(kind: str, user_workers: int) -> None:
     chance = random.Random(f"{kind} {user_workers}")
     expected = stock(KINDS[kind], num_workers=user_workers)
