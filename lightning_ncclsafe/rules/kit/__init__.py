@@ -39,7 +39,6 @@ from lightning_ncclsafe.rules.kit.rule import *
 from lightning_ncclsafe.rules.kit.sentences import *
 from lightning_ncclsafe.rules.kit.shifts import *
 from lightning_ncclsafe.rules.kit.silent_ranks import *
-from lightning_ncclsafe.rules.kit.thread_waits import *
 from lightning_ncclsafe.rules.kit.timeline import *
 from lightning_ncclsafe.rules.kit.user_lines import *
 from lightning_ncclsafe.rules.kit.wait_circles import *
