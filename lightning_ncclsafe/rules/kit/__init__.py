@@ -22,7 +22,6 @@ from lightning_ncclsafe.rules.kit.data import *
 from lightning_ncclsafe.rules.kit.divergences import *
 from lightning_ncclsafe.rules.kit.exception_messages import *
 from lightning_ncclsafe.rules.kit.exit_calls import *
-from lightning_ncclsafe.rules.kit.expected_waits import *
 from lightning_ncclsafe.rules.kit.file_locks import *
 from lightning_ncclsafe.rules.kit.frames import *
 from lightning_ncclsafe.rules.kit.gloo_aborts import *
