@@ -239,7 +239,7 @@ def seen_rank(one: RankProcess, looks: tuple[Look, ...], reader: StackReader, ra
     children = or_none(lambda: psutil.Process(one.pid).children()) or []
     ended = [seen for child in children if child.pid not in others and (seen := look_at(child.pid)).state == "zombie"]
     workers = child_processes(besides=others, of=one.pid)
-    loads = bool(looks) and any(LOADING.has(frame.file, frame.function) for frame in looks[-1].stack)
+    loads = bool(looks) and LOADING.has_any(looks[-1].stack)
     from_storage(partial(remember_sources, one.pid, {frame.file for seen in looks for frame in seen.stack}), None)
     return SeenRank(
         process=one,

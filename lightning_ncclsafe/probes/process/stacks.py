@@ -138,7 +138,7 @@ def stack_in_collective(stacks: Iterable[tuple[Frame, ...]]) -> tuple[Frame, ...
 
 def _calls_collective(stack: tuple[Frame, ...]) -> bool:
     below = [*itertools.takewhile(lambda frame: not frame.user, reversed(stack))]
-    return len(below) < len(stack) and any(COLLECTIVES.has(frame.file, frame.function) for frame in below)
+    return len(below) < len(stack) and COLLECTIVES.has_any(below)
 
 
 def call_site(places: Iterable[tuple[str, int, str]]) -> tuple[str, tuple[Frame, ...]]:
