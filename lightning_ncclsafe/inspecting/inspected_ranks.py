@@ -36,11 +36,10 @@ from lightning_ncclsafe.probes.host.cgroups import ControlGroups
 from lightning_ncclsafe.probes.host.resources import child_processes, filesystem_of, host_facts, look_at
 from lightning_ncclsafe.probes.host.swap import look_at_pressure, pressure_between
 from lightning_ncclsafe.probes.network import name_servers_asked
-from lightning_ncclsafe.probes.process.child_waits import awaited_by
-from lightning_ncclsafe.probes.process.file_waits import awaited_file
 from lightning_ncclsafe.probes.process.growth import MemoryLook, growth_between
 from lightning_ncclsafe.probes.process.lock_waits import awaited_lock
 from lightning_ncclsafe.probes.process.main_thread import started_at
+from lightning_ncclsafe.probes.process.outside_waits import awaited_by, awaited_file
 from lightning_ncclsafe.probes.process.stacks import with_source
 
 _AGAIN_EVERY_S = 2.0
