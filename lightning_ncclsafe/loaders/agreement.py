@@ -71,7 +71,7 @@ class Agreement:
             data: What this rank shares.
             line_at: Called if ranks disagree, with the positions of the loaders whose numbers of batches differ, or
                 with none about which data there is; returns the line that decides it, see
-                :func:`~lightning_ncclsafe.probes.data.ends_at.data_line`.
+                :func:`~lightning_ncclsafe.probes.data.data_line.data_line`.
 
         Raises:
             DatasetMismatchError: On all ranks, if they disagree.

@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning_ncclsafe.facts import Action, LoaderFacts, LoopEnd, Phase, Progress, StorageFacts, TrainerFacts
 from lightning_ncclsafe.facts.phase_kinds import FIRST_BATCH, PhaseKind, make_phase_kind
-from lightning_ncclsafe.probes.data.ends_at import data_line
+from lightning_ncclsafe.probes.data.data_line import data_line
 from lightning_ncclsafe.probes.host.resources import filesystem_of
 from lightning_ncclsafe.probes.process.stacks import training_thread
 from lightning_ncclsafe.probes.source.scopes import Scope, attributes_set, first_places, scopes_in, scopes_of
