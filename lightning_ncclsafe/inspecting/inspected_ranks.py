@@ -98,7 +98,7 @@ class InspectedRanks:
         return [one.process for of_job in self._jobs() if not self._is_clear(of_job) for one in of_job]
 
     def look_until_clear(self) -> None:
-        """Looks until all ranks have moved, or one has stood still for longer than a step takes, or one ends."""
+        """Looks until all ranks have moved, or one has made no progress for longer than a step takes, or one ends."""
         with suppress(KeyboardInterrupt):
             while not all(map(self._is_clear, self._jobs())) and not self._ended_after:
                 time.sleep(_AGAIN_EVERY_S)

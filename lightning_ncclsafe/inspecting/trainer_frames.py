@@ -48,7 +48,7 @@ def progress_in(stack: Sequence[SeenFrame], idle_s: float) -> Progress:
 
     Args:
         stack: The stack of the main thread, outermost frame first.
-        idle_s: Seconds for which that is known to have stood still.
+        idle_s: Seconds for which that is known to have made no progress.
     """
     actions = tuple(Action(name=name, for_s=idle_s) for name in _actions(stack))
     phase = _phase(stack, [action.name for action in actions])

@@ -23,7 +23,7 @@ _MOST = 64
 def awaited() -> tuple[tuple[str, ...], str]:
     """``("send", "recv")`` and ``"file:line in exchange"``, where they were begun; empty if it waits for none of them.
 
-    Both kinds are told of a list that has both; the line is empty if the source does not show it.
+    Both kinds are given for a list that has both; the line is empty if the source does not show it.
     """
     frame = next(main_thread_frames(), None)
     if frame is None:
