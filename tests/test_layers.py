@@ -44,7 +44,6 @@ IMPORTS_TORCH = {
     "_torch.sharded",
     "_torch.stores",
     "_torch.tensors",
-    "_torch.works",
     "checkpoints.position_file",
     "checkpoints.loader_position",
     "checkpoints.position",

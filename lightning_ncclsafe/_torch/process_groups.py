@@ -320,3 +320,19 @@ def was_aborted() -> bool:
     """
     errors = (getattr(backend, "get_error", None) for _, backend in _nccl_backends())
     return any(error is None or int(error()) != 0 for error in errors)
+
+
+# c10d::OpType in torch/csrc/distributed/c10d/Work.hpp: SEND, RECV, RECVANYSOURCE.
+_SENDS, _RECEIVES = (12,), (13, 14)
+SEND, RECEIVE, OTHER = "send", "recv", "other"
+
+
+def operation(work: Any) -> str:
+    """`SEND`, `RECEIVE` or `OTHER`, of a ``torch.distributed.Work``; empty for what is none, or in some releases.
+
+    Gloo's recorder does not have sends and receives.
+    """
+    number = getattr(work, "_get_op_type", lambda: None)() if isinstance(work, dist.Work) else None
+    if number is None:
+        return ""
+    return SEND if number in _SENDS else RECEIVE if number in _RECEIVES else OTHER

@@ -112,15 +112,12 @@ class LoggerOffloadHooks:
     on_test_start = on_test_epoch_start = on_test_epoch_end = on_test_end = _catch_up
     on_predict_start = on_predict_epoch_start = on_predict_epoch_end = on_predict_end = _catch_up
 
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+    def _finish(self, trainer: Trainer, *_: Any, **__: Any) -> None:
         """The Trainer finalizes its loggers next, for the last time."""
         self._catch_up(trainer)
         self._end(trainer)
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """The Trainer finalizes its loggers next, for the last time."""
-        self._catch_up(trainer)
-        self._end(trainer)
+    teardown = on_exception = _finish
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what belongs to this process: a Trainer may be copied, or sent to another one."""

@@ -88,14 +88,10 @@ def _is_unmarked(job: JobFacts) -> bool:
 
 
 def _nothing(evidence: Artifacts, paths: Sequence[str]) -> int:
-    if all(map(_is_empty, paths)):
+    if all(os.path.isfile(path) and not os.path.getsize(path) for path in paths):
         return failed(f"{', '.join(first_of(paths, _MOST_NAMED))}: empty")
     if not evidence.files:
         return 2 if evidence.errors else failed(f"no dump, report or log in {', '.join(first_of(paths, _MOST_NAMED))}")
     files = f"{evidence.files:,} file{'s' * (evidence.files != 1)}"
     say(f"nothing to explain: in {files}, no rank waits for another, fails or dies", sys.stdout)
     return 1
-
-
-def _is_empty(path: str) -> bool:
-    return os.path.isfile(path) and not os.path.getsize(path)

@@ -32,10 +32,10 @@ _FORMAT = "text, json (one document like report.json per job) or html (default: 
 _OUTPUT = "write report.json, report.txt and report.html to this folder, in one subfolder per host and job"
 _HOW_OFTEN = f"how many times to look at each rank (default: {LOOKS})"
 _HOW_LONG = (
-    f"seconds from the first look to the last (default: {SECONDS:g}, and longer while ranks stand still, until one is"
-    f" known to have stood still for {LONG_STEP_S:g} s)"
+    f"seconds from the first look to the last (default: {SECONDS:g}, and longer while ranks make no progress, until one"
+    f" is known to have made none for {LONG_STEP_S:g} s)"
 )
-_NATIVE = "also read native frames; for that, each rank that stands still is stopped once, for about 0.1 s"
+_NATIVE = "also read native frames; for that, each rank that makes no progress is stopped once, for about 0.1 s"
 _RECORDER = (
     "make ranks dump PyTorch's Flight Recorder if they were started with TORCH_NCCL_DEBUG_INFO_PIPE_FILE; each writes"
     " the file that its environment names, and the file stays"

@@ -4,8 +4,22 @@ Code of this package declares what it is by marks, see :mod:`lightning_ncclsafe.
 """
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Protocol
+
+
+class _Frame(Protocol):
+    """A frame of any stack."""
+
+    @property
+    def file(self) -> str:
+        """Path of the source file as Python names it."""
+
+    @property
+    def function(self) -> str:
+        """Name of the function."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +69,10 @@ class Code:
     def has(self, file: str, function: str) -> bool:
         """Whether a frame is in it, by file and function as Python names them."""
         return _has(self, file, function)
+
+    def has_any(self, stack: Iterable[_Frame]) -> bool:
+        """Whether any of these frames is in it."""
+        return any(_has(self, frame.file, frame.function) for frame in stack)
 
     def __or__(self, other: "Code") -> "Code":
         return Code((*self.places, *other.places))

@@ -110,7 +110,7 @@ class Leaving:
         if self._own.state.is_off or self._own.phase_kind()[0].phase is Phase.INIT or not _is_success(error):
             return False
         stack = stacks.exception_facts(error, is_consequence=False).stack
-        return not any(TRAINER_STAGE.has(frame.file, frame.function) for frame in stack)
+        return not TRAINER_STAGE.has_any(stack)
 
     def _leave_with_success(self, error: SystemExit) -> None:
         """Leaves after the loops with success, if it is known that no rank still trains."""

@@ -34,7 +34,7 @@ _NO_ANSWER = (*_OWN_LINK, errno.EHOSTUNREACH, errno.EHOSTDOWN, errno.ETIMEDOUT)
 _MOST = 64
 # The kernel needs 3 s to find that no host has an address of its own network.
 _DEADLINE_S = 3.5
-_STANDSTILLS = (IncidentKind.SUSPECT, IncidentKind.TIMEOUT)
+_STALLS = (IncidentKind.SUSPECT, IncidentKind.TIMEOUT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,7 +192,7 @@ def _outcome(number: int) -> ConnectionAttempt:
 
 def _tried(job: JobFacts, here: str) -> tuple[TriedAddress, ...]:
     """The outcomes for the addresses that the other hosts' back ends use."""
-    if job.incident.kind not in _STANDSTILLS or job.silent or not all(map(_waits, job.ranks)):
+    if job.incident.kind not in _STALLS or job.silent or not all(map(_waits, job.ranks)):
         return ()
     own = {address for facts in job.ranks if facts.host == here for address in _address(facts.machine.interface)}
     others = {

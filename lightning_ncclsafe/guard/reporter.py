@@ -13,13 +13,13 @@ from lightning_ncclsafe.facts.frames import ExceptionFacts
 from lightning_ncclsafe.report.folder import write_page, write_report
 from lightning_ncclsafe.report.json import plan_words
 from lightning_ncclsafe.report.text import render_news
-from lightning_ncclsafe.rules.judging import judge
-from lightning_ncclsafe.rules.kit.expected_waits import (
+from lightning_ncclsafe.rules.expected_waits import (
     announced_for_s,
     busy_for_s,
     expected_for_s,
     saved_together_for_s,
 )
+from lightning_ncclsafe.rules.judging import judge
 from lightning_ncclsafe.rules.kit.sentences import exit_status
 from lightning_ncclsafe.rules.planning import cannot_go_on, next_start
 from lightning_ncclsafe.settings import Limits

@@ -21,8 +21,8 @@ MAX_REPORTS_AT_LIMIT = 20
 MAX_QUIET_ROUNDS = 500
 # A rank that waits by itself asks after this many times the threshold.
 _ASKED_FIRST = 2
-# A shorter pause between two ticks is no standstill.
-_LEAST_STANDSTILL_S = 0.025
+# A shorter pause between two ticks is no stall.
+_LEAST_STALL_S = 0.025
 
 
 class StuckDetector:
@@ -47,7 +47,7 @@ class StuckDetector:
         self._suspicions = 0
         self._reports_at_limit = 0
         self._quiet_rounds = 0
-        # The length of the standstill at the last tick, and of the one that had ended by then.
+        # The length of the stall at the last tick, and of the one that had ended by then.
         self._idle_s = 0.0
         self._ended_s = 0.0
 
@@ -80,7 +80,7 @@ class StuckDetector:
         self._idle_s = idle_s
         incident = self._own.state.open_incident
         # Not only for the rank that opened it: that one may be gone.
-        if incident is None or ended_s < max(incident.suspect_after_s, _LEAST_STANDSTILL_S):
+        if incident is None or ended_s < max(incident.suspect_after_s, _LEAST_STALL_S):
             return None
         # A main thread that unwinds with an exception makes progress, too; at the next tick, the exception is known.
         if self._own.probe.exception is not None or self._own.ending.is_closed:
@@ -122,7 +122,7 @@ class StuckDetector:
         return doing.waits_alone and idle_s >= long_s
 
     def _is_expected(self, idle_s: float, facts: RankFacts) -> bool:
-        """Whether this rank itself knows why its standstill, although unusual so far, needs no questions."""
+        """Whether this rank itself knows why its stall, although unusual so far, needs no questions."""
         if self._thresholds.is_quiet:
             return True
         if not self._own.limits.learned or idle_s >= self._long_s:
@@ -152,7 +152,7 @@ class StuckDetector:
     # The outcome of an incident.
 
     def note_idle(self, idle_s: float) -> None:
-        """Notes the length of the standstill: this rank takes part in an incident, and does not measure meanwhile."""
+        """Notes the length of the stall: this rank takes part in an incident, and does not measure meanwhile."""
         self._idle_s = max(self._idle_s, idle_s)
 
     def be_quiet_for(self, quiet_s: float) -> None:

@@ -69,7 +69,7 @@ class IdleTimes:
             kind.last_batch = batch_idx
 
     def unusual_after_s(self, phase_kind: PhaseKind) -> float:
-        """From how many seconds on a standstill is unusual in such a phase."""
+        """From how many seconds on a stall is unusual in such a phase."""
         kind = self._kinds.get(phase_kind, _Kind())
         least_s = UNKNOWN_S
         if phase_kind.per_batch and not phase_kind.is_long:
@@ -118,7 +118,7 @@ class Thresholds:
     def observe(self, idle_s: float, phase_kind: PhaseKind, batch_idx: int) -> None:
         """Learns, at each tick of the watchdog, how long this rank usually makes no progress."""
         if idle_s < self._idle_s:
-            self._looked_at_s = self._quiet_until_s = 0.0  # both are about a standstill which is over
+            self._looked_at_s = self._quiet_until_s = 0.0  # both are about a stall which is over
         self._idle_s, self.phase_kind = idle_s, phase_kind
         if self._limits.learned:
             self._idle_times.observe(idle_s, phase_kind, batch_idx=batch_idx, now_s=self._clock())

@@ -273,15 +273,15 @@ def _attendances() -> Iterator[_Attendance | None]:
     Ends when there is no call, and none is to be expected.
     """
     attendance: _Attendance | None = None
-    ended_s, rest, is_told = time.monotonic(), b"", True
-    while attendance is not None or (is_told and time.monotonic() - ended_s < _BETWEEN_CALLS_S):
+    ended_s, rest, is_open = time.monotonic(), b"", True
+    while attendance is not None or (is_open and time.monotonic() - ended_s < _BETWEEN_CALLS_S):
         poll_s = attendance.poll_s if attendance is not None else _POLL_S
-        if not is_told:
+        if not is_open:
             time.sleep(poll_s)
         elif select.select([_STDIN], [], [], poll_s)[0]:
-            told = os.read(_STDIN, 1 << 16)
-            is_told = bool(told)
-            *lines, rest = (rest + told).split(b"\n")
+            read = os.read(_STDIN, 1 << 16)
+            is_open = bool(read)
+            *lines, rest = (rest + read).split(b"\n")
             if lines:
                 if attendance is not None:
                     attendance.close()

@@ -36,11 +36,10 @@ from lightning_ncclsafe.probes.host.cgroups import ControlGroups
 from lightning_ncclsafe.probes.host.resources import child_processes, filesystem_of, host_facts, look_at
 from lightning_ncclsafe.probes.host.swap import look_at_pressure, pressure_between
 from lightning_ncclsafe.probes.network import name_servers_asked
-from lightning_ncclsafe.probes.process.child_waits import awaited_by
-from lightning_ncclsafe.probes.process.file_waits import awaited_file
 from lightning_ncclsafe.probes.process.growth import MemoryLook, growth_between
 from lightning_ncclsafe.probes.process.lock_waits import awaited_lock
 from lightning_ncclsafe.probes.process.main_thread import started_at
+from lightning_ncclsafe.probes.process.outside_waits import awaited_by, awaited_file
 from lightning_ncclsafe.probes.process.stacks import with_source
 
 _AGAIN_EVERY_S = 2.0
@@ -99,7 +98,7 @@ class InspectedRanks:
         return [one.process for of_job in self._jobs() if not self._is_clear(of_job) for one in of_job]
 
     def look_until_clear(self) -> None:
-        """Looks until all ranks have moved, or one has stood still for longer than a step takes, or one ends."""
+        """Looks until all ranks have moved, or one has made no progress for longer than a step takes, or one ends."""
         with suppress(KeyboardInterrupt):
             while not all(map(self._is_clear, self._jobs())) and not self._ended_after:
                 time.sleep(_AGAIN_EVERY_S)
@@ -239,7 +238,7 @@ def seen_rank(one: RankProcess, looks: tuple[Look, ...], reader: StackReader, ra
     children = or_none(lambda: psutil.Process(one.pid).children()) or []
     ended = [seen for child in children if child.pid not in others and (seen := look_at(child.pid)).state == "zombie"]
     workers = child_processes(besides=others, of=one.pid)
-    loads = bool(looks) and any(LOADING.has(frame.file, frame.function) for frame in looks[-1].stack)
+    loads = bool(looks) and LOADING.has_any(looks[-1].stack)
     from_storage(partial(remember_sources, one.pid, {frame.file for seen in looks for frame in seen.stack}), None)
     return SeenRank(
         process=one,

@@ -61,9 +61,9 @@ def inspect(
     Args:
         pids: Processes of the ranks; by default all ranks that are found.
         over_s: Seconds from the first look to the last. By default ``SECONDS``, less if no rank has run for longer than
-            a step takes, and more while a rank stands still, until it has stood still for longer than a step takes.
+            a step takes, and more while a rank makes no progress, until that lasts for longer than a step takes.
         may_write: Whether a rank may be made to write its Flight Recorder to a file.
-        may_stop: Whether ranks that stand still may be stopped for a moment, to read native frames.
+        may_stop: Whether ranks that make no progress may be stopped for a moment, to read native frames.
         say: Is called with each line for the user.
         so_far: Is called with the diagnoses so far if it takes longer; returns whether it has shown them to the user.
     """
@@ -103,7 +103,7 @@ def _continues_words(early: Iterable[Diagnosis], so_far: Iterable[Finding]) -> s
     still_s = max(diagnosis.job.incident.idle_s for diagnosis in early)
     answers = "".join(f" So far: {one.summary} ({one.rule}, {one.confidence.value})" for one in so_far)
     return (
-        f"a rank has stood still for {still_s:.1f} s, in a hang or a long step.{answers} Inspecting for at most"
+        f"a rank has made no progress for {still_s:.1f} s, in a hang or a long step.{answers} Inspecting for at most"
         f" {max(LONG_STEP_S - still_s, 2.0):.0f} s, or until all ranks have moved, as after a long step. Ctrl-C answers"
         " now."
     )

@@ -12,7 +12,7 @@ from lightning_ncclsafe.rules.judging import judge
 from lightning_ncclsafe.rules.kit import capitalised, clause, different_waits, forget, is_in, timeline, verb
 
 LONG_STEP_S = 20.0
-"""Seconds. A rank that has stood still for less may be in a long step, which from outside looks like a hang."""
+"""Seconds. A rank that has made no progress for less may be in a long step, which from outside looks like a hang."""
 LONG_WAIT_S = 5.0
 """The same if every rank waits, so that none is in a step: messages between ranks take less."""
 

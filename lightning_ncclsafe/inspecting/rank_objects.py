@@ -99,7 +99,7 @@ def counters_of(interpreter: Interpreter, stack: Sequence[SeenFrame]) -> Trainer
     trainer = next((frame.addresses.get("self", 0) for frame in stack if FITTING.has(frame.file, frame.function)), 0)
     with suppress(LookupError, OSError, ValueError):
         # Lightning counts a batch only after the ranks have exchanged a signal before it.
-        is_next = any(SIGTERM_BROADCAST.has(frame.file, frame.function) for frame in stack)
+        is_next = SIGTERM_BROADCAST.has_any(stack)
         # It resets the counters only once it has the loader of a new epoch.
         is_new = any(
             SETUP_OF_LOADERS.has(frame.file, frame.function) and TRAINING_LOOPS.has(frame.file, frame.function)

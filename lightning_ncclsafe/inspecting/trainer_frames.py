@@ -22,7 +22,6 @@ from lightning_ncclsafe.code.libraries import (
     TESTING,
     TRAINER,
     TRAINING_LOOPS,
-    Code,
 )
 from lightning_ncclsafe.facts import Action, Phase, Progress
 from lightning_ncclsafe.inspecting.looks import SeenFrame
@@ -49,7 +48,7 @@ def progress_in(stack: Sequence[SeenFrame], idle_s: float) -> Progress:
 
     Args:
         stack: The stack of the main thread, outermost frame first.
-        idle_s: Seconds for which that is known to have stood still.
+        idle_s: Seconds for which that is known to have made no progress.
     """
     actions = tuple(Action(name=name, for_s=idle_s) for name in _actions(stack))
     phase = _phase(stack, [action.name for action in actions])
@@ -59,18 +58,18 @@ def progress_in(stack: Sequence[SeenFrame], idle_s: float) -> Progress:
 
 def is_in_trainer(stack: Iterable[SeenFrame]) -> bool:
     """Whether a stack is in a call of the Trainer."""
-    return _is_in(TRAINER, stack)
+    return TRAINER.has_any(stack)
 
 
 def _phase(stack: Sequence[SeenFrame], actions: Sequence[str]) -> Phase:
     known = (
         (SAVE_CHECKPOINT, Phase.CHECKPOINT),
         (SANITY_CHECK, Phase.SANITY_CHECK),
-        (EVALUATION_LOOPS, Phase.TEST if _is_in(TESTING, stack) else Phase.VALIDATE),
+        (EVALUATION_LOOPS, Phase.TEST if TESTING.has_any(stack) else Phase.VALIDATE),
         (PREDICTION_LOOPS, Phase.PREDICT),
         (TRAINING_LOOPS, Phase.TRAIN),
     )
-    found = next((phase for code, phase in known if _is_in(code, stack)), None)
+    found = next((phase for code, phase in known if code.has_any(stack)), None)
     if found in (Phase.TRAIN, Phase.VALIDATE) and _is_before_the_loop(stack):
         return Phase.INIT
     if found is not None:
@@ -111,7 +110,7 @@ def _actions(stack: Sequence[SeenFrame]) -> Iterator[str]:
 
 
 def _stage(stack: Sequence[SeenFrame]) -> str:
-    return "train_dataloader" if not _is_in(EVALUATION_LOOPS | PREDICTION_LOOPS, stack) else "val_dataloader"
+    return "train_dataloader" if not (EVALUATION_LOOPS | PREDICTION_LOOPS).has_any(stack) else "val_dataloader"
 
 
 def _hook(stack: Sequence[SeenFrame], depth: int) -> Iterator[str]:
@@ -137,7 +136,3 @@ def _class_of(text: str) -> str:
 def _batch_idx(stack: Sequence[SeenFrame]) -> int:
     texts = (frame.values.get("batch_idx", "") for frame in reversed(stack) if _LOOPS.has(frame.file, frame.function))
     return next((int(text) for text in texts if text.isascii() and text.isdecimal()), -1)
-
-
-def _is_in(code: Code, stack: Iterable[SeenFrame]) -> bool:
-    return any(code.has(frame.file, frame.function) for frame in stack)

@@ -71,7 +71,7 @@ class Agreement:
             data: What this rank shares.
             line_at: Called if ranks disagree, with the positions of the loaders whose numbers of batches differ, or
                 with none about which data there is; returns the line that decides it, see
-                :func:`~lightning_ncclsafe.probes.data.ends_at.data_line`.
+                :func:`~lightning_ncclsafe.probes.data.data_line.data_line`.
 
         Raises:
             DatasetMismatchError: On all ranks, if they disagree.
@@ -101,7 +101,7 @@ class Agreement:
             data: What this rank has shared.
             loader: The loader that has ended.
             readings: How many batches of it each rank has read.
-            ends_at: The line that decides how much data this rank has; told if it is the same on all ranks.
+            ends_at: The line that decides how much data this rank has; named if it is the same on all ranks.
 
         Returns:
             The exception to raise if that is an error; otherwise it is reported once.

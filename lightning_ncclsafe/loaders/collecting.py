@@ -20,7 +20,7 @@ from lightning_ncclsafe.loaders.agreement import Agreement
 from lightning_ncclsafe.loaders.iteration import Begin, Iterate, LoaderProxy, ReplacedIteration, replaceable
 from lightning_ncclsafe.loaders.lockstep import BatchesRead, Lockstep, until
 from lightning_ncclsafe.loaders.tuning.tuner import Tuner, Tuning
-from lightning_ncclsafe.probes.data.ends_at import data_line
+from lightning_ncclsafe.probes.data.data_line import data_line
 from lightning_ncclsafe.probes.data.loaders import loader_facts
 from lightning_ncclsafe.probes.data.random_state import random_states
 from lightning_ncclsafe.probes.trainer.actions import ActionTracker

@@ -25,7 +25,7 @@ from lightning_ncclsafe.probes.process.stacks import training_thread_number
 
 # How often to look; a look takes some 0.3 ms.
 _EVERY_S = 1.0
-# The period that is counted: the rank's standstill, within these limits.
+# The period that is counted: the rank's stall, within these limits.
 _LEAST_S, _MOST_S = 1.5, 20.0
 _SHORTEST_S = 0.5
 _LOOKS = 24

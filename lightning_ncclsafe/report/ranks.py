@@ -165,12 +165,12 @@ def inspected_answer(job: JobFacts) -> str:
         why = next((text for facts in job.ranks if facts.rank in unread for text in facts.missing), "")
         return f"Nothing found: the stack of {ranks_words(unread)} could not be read{f': {why}' if why else ''}."
     if still and moving:
-        meanwhile = clause(still, "stood still meanwhile")
+        meanwhile = clause(still, "made no progress meanwhile")
         return f"Nothing found: {clause(moving, 'moves|move')}, and {meanwhile}: inspect again."
     if still and not job.incident.idle_s:
         return (
-            f"Nothing found: {clause(still, 'stood still')}, and ended during the inspection, as after a long step, "
-            "or as a hang that somebody ends."
+            f"Nothing found: {clause(still, 'made no progress')}, and ended during the inspection, as after a long "
+            "step, or as a hang that somebody ends."
         )
     if still:
         return f"Nothing found: {ranks_words(still)} did not move, and no rank is seen waiting for another."
@@ -178,7 +178,7 @@ def inspected_answer(job: JobFacts) -> str:
 
 
 def _ranks_that_moved(job: JobFacts, moved: bool | None) -> list[int]:
-    """The inspected ranks that moved (True), stood still (False), or whose stack could not be read (None)."""
+    """The inspected ranks that moved (True), did not (False), or whose stack could not be read (None)."""
     return [facts.rank for facts in job.ranks if facts.inspection is not None and facts.inspection.moved is moved]
 
 
@@ -247,7 +247,7 @@ class RankStates:
         is_over = self.view.activities[rank].kind is Kind.FINISHED
         return "" if is_over else batch_words(self.view.facts[rank].progress)
 
-    def standstill(self, ranks: Sequence[int]) -> str:
+    def stall(self, ranks: Sequence[int]) -> str:
         """``"no progress for 4 s to 12 s"``; empty if they have raised, and are to make none, or stood for no time."""
         have_raised = all(self.view.facts[rank].exception is not None for rank in ranks)
         idle = idle_words(self.view, ranks)
@@ -348,7 +348,7 @@ def _line(alike: RankStates, ranks: tuple[int, ...]) -> str:
     if facts.inspection is not None and facts.progress.phase is Phase.UNKNOWN:
         where = "in no Trainer"
     moves = facts.inspection is not None and facts.inspection.moved
-    progress = ("moves" if len(ranks) == 1 else "move") if moves else alike.standstill(ranks)
+    progress = ("moves" if len(ranks) == 1 else "move") if moves else alike.stall(ranks)
     what = "; ".join(filter(None, [alike.state(ranks), progress, alike.hosts(ranks), where]))
     hook, line = (f", hook {doing.hook}" if doing.hook else ""), (f", line {location_of(place)}" if place else "")
     return f"{ranks_words(ranks)}: {what}{hook}{line}"

@@ -1,13 +1,13 @@
 """A diagnosis in words: ``report.txt`` in full, and the few lines that go to the terminal."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 from lightning_ncclsafe.exchange.interface import UNUSABLE
 from lightning_ncclsafe.facts import Incident, IncidentKind, JobFacts
-from lightning_ncclsafe.facts.findings import Diagnosis, Finding
+from lightning_ncclsafe.facts.findings import Diagnosis, Evidence, Finding
 from lightning_ncclsafe.report.json import plan_words
 from lightning_ncclsafe.report.lines import WIDTH, cut, moment_words, safe, section, wrapped
-from lightning_ncclsafe.report.observations import Observed, observed
 from lightning_ncclsafe.report.ranks import (
     NOTHING,
     inspected_answer,
@@ -44,6 +44,21 @@ _NOTHING = {
     IncidentKind.DATA: "Nothing found: the ranks' data agrees.",
     IncidentKind.PREFLIGHT: "Nothing found: nothing is wrong with the ranks' hosts.",
 }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observed:
+    """What was observed alike on some ranks.
+
+    Attributes:
+        source: Where it comes from.
+        text: The observation in words.
+        ranks: The ranks it was made on; empty if it is about several.
+    """
+
+    source: str
+    text: str
+    ranks: tuple[int, ...]
 
 
 def render_text(diagnosis: Diagnosis, width: int = WIDTH) -> str:
@@ -229,6 +244,15 @@ def _finding(number: int, finding: Finding, alike: tuple[int, ...], width: int) 
         lines += [wrapped(f"- {_evidence_words(item)}", "   ", width) for item in observed(finding.evidence)]
     lines += ["   What to do:", wrapped(finding.remedy, "   ", width)]
     return "\n".join([safe(title), *lines])
+
+
+def observed(evidence: Iterable[Evidence]) -> list[Observed]:
+    """The evidence in its order, equal observations once."""
+    alike: dict[tuple[str, str], list[int]] = {}
+    for item in evidence:
+        ranks = alike.setdefault((item.source, item.text), [])
+        ranks += [item.rank] if item.rank is not None else []
+    return [Observed(source=source, text=text, ranks=tuple(ranks)) for (source, text), ranks in alike.items()]
 
 
 def _is_decided_elsewhere(finding: Finding) -> bool:

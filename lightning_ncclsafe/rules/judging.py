@@ -5,7 +5,7 @@ from dataclasses import replace
 from datetime import datetime, timezone
 from typing import Any
 
-from lightning_ncclsafe.facts import IncidentKind, JobFacts, Straggler
+from lightning_ncclsafe.facts import IncidentKind, JobFacts, RankFacts, Straggler
 from lightning_ncclsafe.rules.common_paths import with_common_paths
 from lightning_ncclsafe.rules.hang import HANG_RULES
 from lightning_ncclsafe.rules.kit import (
@@ -15,21 +15,33 @@ from lightning_ncclsafe.rules.kit import (
     Finding,
     Findings,
     Rule,
+    at_words,
+    awaited_thread,
     capitalised,
     clause,
+    deepest_user_frame,
     duration_words,
     forget,
     is_gone,
+    joined,
+    line_words,
+    location_of,
+    place_words,
     ranks_by,
+    short_location,
     timeline,
     with_caught,
-    with_threads,
 )
 from lightning_ncclsafe.rules.unknowns import unknowns
 
 _CONFIDENCES = tuple(Confidence)
 # A longer list of hosts is of no use.
 _FEW_HOSTS = 4
+_REMEDY_LOCKS = (
+    "Let no thread wait for anything else while it holds a lock: for a queue, another thread, a server. Take several "
+    "locks in the same order everywhere."
+)
+_REMEDY_AGAIN = "Take the lock once, in the outer function only, or make it a threading.RLock."
 
 
 def judge(job: JobFacts, rules: Sequence[Rule[Any]] = HANG_RULES) -> Diagnosis:
@@ -53,7 +65,7 @@ def judge(job: JobFacts, rules: Sequence[Rule[Any]] = HANG_RULES) -> Diagnosis:
     kept = [(rule, finding) for rule, finding in every if not rule.is_superseded(finding, others)]
     kept = [(rule, _as_of_moments(rule, finding, job)) for rule, finding in kept]
     kept = sorted(kept, key=lambda pair: _CONFIDENCES.index(pair[1].confidence))
-    findings = with_threads(with_caught(kept, job), job)
+    findings = _with_threads(with_caught(kept, job), job)
     if kept and _has_own_remedy(*kept[0], job):
         findings[0] = replace(findings[0], remedy=kept[0][1].remedy)
     findings = [_with_hosts(finding, job) for finding in _with_past_lateness(findings, job)]
@@ -80,6 +92,56 @@ def _has_own_remedy(rule: Rule[Any], finding: Finding, job: JobFacts) -> bool:
     """Whether it is not about what a rank waits for, a lock perhaps: the rank has raised, or its machine delays it."""
     raised = {facts.rank for facts in job.ranks if facts.exception is not None}
     return rule.reads_exceptions or rule.is_of_machine or not raised.isdisjoint(finding.ranks)
+
+
+def _with_threads(findings: Iterable[Finding], job: JobFacts) -> list[Finding]:
+    """The same findings; the first also names the thread that its rank waits for, or that holds the lock it waits for.
+
+    For a thread that a rank waits for, "the first" is the first finding about such a rank.
+    """
+    facts = {one.rank: one for one in job.ranks}
+    completed = list(findings)
+    locked = [facts[rank] for one in completed[:1] for rank in one.ranks if rank in facts and facts[rank].thread_lock]
+    if locked:
+        completed[0] = _with_lock(completed[0], locked[0])
+    waiting = {rank for rank, one in facts.items() if awaited_thread(one) is not None}
+    about = ((place, rank) for place, one in enumerate(completed) for rank in one.ranks if rank in waiting)
+    for place, rank in [*about][:1]:
+        completed[place] = _with_awaited(completed[place], facts[rank])
+    return completed
+
+
+def _with_lock(finding: Finding, facts: RankFacts) -> Finding:
+    lock = facts.thread_lock
+    assert lock is not None
+    frame = (deepest_user_frame(lock.stack) or next(reversed(lock.stack), None)) if not lock.is_own else None
+    where = f"; it is {place_words(frame)}" if frame is not None else ""
+    holder = "the same thread has already taken" if lock.is_own else f"its thread {lock.thread!r} has taken"
+    text = f"Rank {facts.rank} waits there for `{lock.lock}`, which {holder}{at_words(lock.taken_at)}{where}."
+    seen = f"Its thread {lock.thread!r} is in {short_location(lock.stack[-1])}." if frame is not None else ""
+    evidence = [Evidence(source="stack", rank=facts.rank, text=seen)] if seen else []
+    return replace(
+        finding,
+        summary=joined((finding.summary, text)),
+        evidence=(*finding.evidence, *evidence),
+        remedy=_REMEDY_AGAIN if lock.is_own else _REMEDY_LOCKS,
+    )
+
+
+def _with_awaited(finding: Finding, facts: RankFacts) -> Finding:
+    thread = awaited_thread(facts)
+    assert thread is not None
+    # The finding may be about another line of this rank's: where it raised an exception, for example.
+    there = " there" if finding.location == location_of(deepest_user_frame(facts.stack)) else ""
+    frame = deepest_user_frame(thread.stack) or thread.stack[-1]
+    named = f"its thread {thread.name!r}" if thread.name else "another thread of its process"
+    text = f"Rank {facts.rank} waits{there} for {named}, which is {place_words(frame)}."
+    seen = f"{capitalised(named)} is at {line_words(frame)}"
+    return replace(
+        finding,
+        summary=joined((finding.summary, text)),
+        evidence=(*finding.evidence, Evidence(source="stack", rank=facts.rank, text=seen)),
+    )
 
 
 def _with_hosts(finding: Finding, job: JobFacts) -> Finding:

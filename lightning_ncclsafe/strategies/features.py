@@ -127,7 +127,7 @@ class Features:
             self.timer = self._make_timer(place, exchange)
         self._connected = place, exchange
 
-    def meet(self, strategy: Any, place: Place, exchange: Exchange) -> bool:
+    def meet(self, place: Place, exchange: Exchange) -> bool:
         """Returns whether all ranks have the guard: the same on all ranks.
 
         Called right after Lightning has made all ranks wait for one another.

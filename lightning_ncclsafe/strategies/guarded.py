@@ -127,7 +127,7 @@ class GuardedStrategy(_ParallelStrategy):
     forward_communicates: ClassVar[bool] = False
     is_on_all_ranks: ClassVar[bool] = True
     _timeout: timedelta | None
-    _watched: GuardedCall | None = None
+    _guarded_call: GuardedCall | None = None
     _refused: list[ReplacedMethod]
 
     def __init__(
@@ -192,36 +192,36 @@ class GuardedStrategy(_ParallelStrategy):
 
     def setup_environment(self) -> None:
         """Creates the process group, with the guard already on: the creation waits for all ranks, too."""
-        watched = self._watched
-        if watched is None:
+        call = self._guarded_call
+        if call is None:
             super().setup_environment()
             return
-        watched.begin(self)
+        call.begin(self)
         timeout = self._timeout
         # The guard enforces the limit of each phase; a back end with a fixed timeout must not end a phase early.
         limit_s = self._limits.limit_s("init") if build.GLOO_TIMEOUT_CHANGES else self._limits.longest_s
         self._timeout = timedelta(seconds=limit_s + BACKSTOP_S)
         try:
-            with watched.tracker.action("init_process_group"), watched.recorder():
+            with call.tracker.action("init_process_group"), call.recorder():
                 super().setup_environment()
         finally:
             self._timeout = timeout
-        watched.connect(self)
+        call.connect(self)
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Waits for all ranks; the barrier's name, which Lightning gives but does not use, shows the purpose."""
         self._ending.check()
         name = args[0] if args else kwargs.get("name")
-        watched = self._watched
-        with watched.tracker.action(f"barrier:{name or ''}") if watched else nullcontext():
+        call = self._guarded_call
+        with call.tracker.action(f"barrier:{name or ''}") if call else nullcontext():
             super().barrier(*args, **kwargs)
         # An abort may have ended the wait.
         self._ending.check()
         # Trainer._run_stage calls this barrier once everything is set up.
-        if watched is not None and name == "run-stage":
-            watched.set_up()
-        if watched is not None and name == "Trainer.save_checkpoint":
-            watched.saved()
+        if call is not None and name == "run-stage":
+            call.set_up()
+        if call is not None and name == "Trainer.save_checkpoint":
+            call.saved()
 
     @property
     def checkpoint_io(self) -> Any:
@@ -247,8 +247,8 @@ class GuardedStrategy(_ParallelStrategy):
             CollectiveTimeoutError: The run is being ended, even if that began during the save.
         """
         self._ending.check()
-        if self._watched is not None:
-            self._watched.saves(args[1] if len(args) > 1 else kwargs.get("filepath"))
+        if self._guarded_call is not None:
+            self._guarded_call.saves(args[1] if len(args) > 1 else kwargs.get("filepath"))
         super().save_checkpoint(*args, **kwargs)
         self._ending.check()
 
@@ -270,12 +270,12 @@ class GuardedStrategy(_ParallelStrategy):
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         """Lightning's hook for each step of an optimizer."""
         self._ending.check()
-        watched = self._watched
-        if watched is None:
+        call = self._guarded_call
+        if call is None:
             return super().optimizer_step(*args, **kwargs)
-        watched.step_begins()
+        call.step_begins()
         output = super().optimizer_step(*args, **kwargs)
-        watched.stepped(args[0] if args else kwargs.get("optimizer"))
+        call.stepped(args[0] if args else kwargs.get("optimizer"))
         return output
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -286,32 +286,32 @@ class GuardedStrategy(_ParallelStrategy):
     def backward(self, *args: Any, **kwargs: Any) -> Any:
         """Lightning's hook for each backward pass; records which batches had none."""
         self._ending.check()
-        watched = self._watched
-        if watched is None:
+        call = self._guarded_call
+        if call is None:
             return super().backward(*args, **kwargs)
         # DDP's own flag; strategies that shard the model have none.
         is_reduced = getattr(self.model, "require_backward_grad_sync", True)
         loss = args[0] if args else kwargs.get("closure_loss")
-        watched.steps.backward(loss, is_reduced=is_reduced)
+        call.steps.backward(loss, is_reduced=is_reduced)
         try:
             output = super().backward(*args, **kwargs)
-            watched.steps.passed()
+            call.steps.passed()
             return output
         except Exception as error:
             # With manual optimization, no action of Lightning's shows the exception.
-            watched.raised(error, "backward")
+            call.raised(error, "backward")
             raise
 
     def process_dataloader(self, dataloader: object) -> object:
         """Lightning's hook for each loader, before its workers start; ranks compare their loaders."""
         dataloader = super().process_dataloader(dataloader)
-        return self._watched.features.prepared(dataloader) if self._watched is not None else dataloader
+        return self._guarded_call.features.prepared(dataloader) if self._guarded_call is not None else dataloader
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Lightning's hook for each batch of validation; on SIGTERM, ranks may stop here, as in the two below."""
         self._before_evaluation_batch()
-        if self._watched is not None:
-            self._watched.steps.validates()
+        if self._guarded_call is not None:
+            self._guarded_call.steps.validates()
         return super().validation_step(*args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -326,8 +326,8 @@ class GuardedStrategy(_ParallelStrategy):
 
     def _before_evaluation_batch(self) -> None:
         self._ending.check()
-        if self._watched is not None:
-            self._watched.features.before_evaluation_batch()
+        if self._guarded_call is not None:
+            self._guarded_call.features.before_evaluation_batch()
 
     def on_exception(self, exception: BaseException) -> None:
         """Lightning's hook for an exception that ends a call of the Trainer, above the last of our frames."""
@@ -347,7 +347,7 @@ class GuardedStrategy(_ParallelStrategy):
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the guard, which belongs to this process: a Trainer may be copied or sent away while it runs."""
-        return {name: value for name, value in super().__getstate__().items() if name != "_watched"}
+        return {name: value for name, value in super().__getstate__().items() if name != "_guarded_call"}
 
     @contextmanager
     def watch(self, trainer: Any) -> Iterator[None]:
@@ -355,22 +355,22 @@ class GuardedStrategy(_ParallelStrategy):
         self._ending.note_thread()
         # If a callback raises in its on_exception, that of the strategy is not called.
         self._allow_saving()
-        watched = self._watched = self._make_call(GuardedCall, trainer)
+        call = self._guarded_call = self._make_call(GuardedCall, trainer)
         try:
             yield
         except BaseException as error:
-            replacement = watched.failed(error)
-            if watched.leaves_others(error):
+            replacement = call.failed(error)
+            if call.leaves_others(error):
                 self._refused = refuse_saving(trainer, self.global_rank, self._ending)
             drop_passing_frames(error)
             if replacement is not None:
                 raise replacement from error
             raise
         else:
-            watched.finish()
+            call.finish()
         finally:
-            self._watched = None
-            watched.close()
+            self._guarded_call = None
+            call.close()
             self._watch_saves(trainer)
 
     def _watch_saves(self, trainer: Any) -> None:
@@ -379,26 +379,26 @@ class GuardedStrategy(_ParallelStrategy):
             WrappedMethod(trainer, "save_checkpoint", partial(self._save, trainer))
 
     def _save(self, trainer: Any, save: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        is_watched = self._watched is not None or self._ending.is_closed or not distributed_is_initialized()
-        with nullcontext() if is_watched else self._watch_save(trainer):
+        is_guarded = self._guarded_call is not None or self._ending.is_closed or not distributed_is_initialized()
+        with nullcontext() if is_guarded else self._watch_save(trainer):
             save(*args, **kwargs)
 
     @contextmanager
     def _watch_save(self, trainer: Any) -> Iterator[None]:
         self._ending.note_thread()
-        watched = self._watched = self._make_call(GuardedSave, trainer)
-        watched.begin(self)
+        call = self._guarded_call = self._make_call(GuardedSave, trainer)
+        call.begin(self)
         try:
             yield
         except BaseException as error:
-            replacement = watched.failed(error)
+            replacement = call.failed(error)
             drop_passing_frames(error)
             if replacement is not None:
                 raise replacement from error
             raise
         finally:
-            self._watched = None
-            watched.close()
+            self._guarded_call = None
+            call.close()
 
     def _make_call(self, kind: type[Call], trainer: Any) -> Call:
         package = package_of(type(self))
@@ -415,8 +415,8 @@ class GuardedStrategy(_ParallelStrategy):
 
 def timer_of(strategy: object) -> AttachedTimer | None:
     """The timer of the call that a strategy is in; None if collectives are not timed."""
-    watched = strategy._watched if isinstance(strategy, GuardedStrategy) else None
-    return watched.features.timer if watched is not None else None
+    call = strategy._guarded_call if isinstance(strategy, GuardedStrategy) else None
+    return call.features.timer if call is not None else None
 
 
 def guards(strategy: object) -> bool:

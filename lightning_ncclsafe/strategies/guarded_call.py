@@ -273,7 +273,7 @@ class GuardedCall:
         follow_plan(exchange, place, self._report_dir)
         self.features.connect(strategy, place, exchange)
         if place.world_size > 1 and not strategy.is_on_all_ranks:
-            self._meet = partial(self.features.meet, strategy, place, exchange)
+            self._meet = partial(self.features.meet, place, exchange)
         if place.rank == 0:
             self._say_watch(place.world_size)
 

@@ -132,7 +132,6 @@ class Statistics:
             skew_s=sums.skew_ns / max(sums.compared, 1) / 1e9,
             wait_s=sums.wait_ns / max(sums.compared, 1) / 1e9,
             transfer_s=transfer_s,
-            algorithm_bandwidth=found.algorithm if found else None,
             bus_bandwidth=found.bus if found else None,
         )
 

@@ -141,7 +141,6 @@ class OpSummary:
         wait_s: Seconds that a rank waited for the others in a call, on average over calls and ranks.
         transfer_s: Seconds of the shortest duration among the ranks, on average: the time of a call once all have
             arrived. None if the back end records no durations.
-        algorithm_bandwidth: Bytes a second by nccl-tests' definition; None without durations.
         bus_bandwidth: Bytes a second that each link carries, by nccl-tests' definition; None without durations, and
             for operations for which it defines none.
     """
@@ -157,7 +156,6 @@ class OpSummary:
     skew_s: float = 0.0
     wait_s: float = 0.0
     transfer_s: float | None = None
-    algorithm_bandwidth: float | None = None
     bus_bandwidth: float | None = None
 
 

@@ -16,7 +16,7 @@ from lightning_ncclsafe.guard import stuck, thresholds
 from lightning_ncclsafe.guard.participation import Participation
 from lightning_ncclsafe.guard.shared import IncidentEntry, IncidentLog
 from lightning_ncclsafe.guard.stuck import StuckDetector
-from lightning_ncclsafe.rules.kit import expected_waits
+from lightning_ncclsafe.rules import expected_waits
 
 LONG_S = 1.5
 

@@ -198,7 +198,7 @@ def test_a_moving_rank_that_is_not_awaited_gives_no_finding() -> None:
     moves = rank(0, look(0, user(10), *SIGTERM), look(1, other, *SIGTERM), look(2, other, *SIGTERM))
     diagnosis = judged(moves, in_library(1, of=2))
     assert diagnosis.findings == ()
-    assert "rank 0 moves, and rank 1 stood still meanwhile" in render_text(diagnosis)
+    assert "rank 0 moves, and rank 1 made no progress meanwhile" in render_text(diagnosis)
 
 
 def test_a_moving_rank_zero_is_only_possibly_at_fault(tmp_path) -> None:  # type: ignore[no-untyped-def]
@@ -257,7 +257,7 @@ def test_nothing_is_found_if_all_ranks_end_during_the_inspection() -> None:
     diagnosis = judged(*(replace(one, ended_after=True) for one in (works, waiting(1))))
     assert diagnosis.findings == ()
     text = " ".join(render_text(diagnosis).split())
-    assert text.startswith("Nothing found: ranks 0-1 stood still, and ended during the inspection")
+    assert text.startswith("Nothing found: ranks 0-1 made no progress, and ended during the inspection")
     assert "Ranks 0-1 ended after that: these are all of them." in text and "train.py:30 in evaluate" in text
 
 

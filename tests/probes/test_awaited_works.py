@@ -10,7 +10,7 @@ import pytest
 from polling import until
 from torch.distributed import Work
 
-from lightning_ncclsafe._torch import works
+from lightning_ncclsafe._torch import process_groups
 from lightning_ncclsafe.probes.process.stacks import main_thread_frames
 from lightning_ncclsafe.probes.trainer.awaited_works import awaited
 
@@ -188,4 +188,4 @@ def test_a_collective_is_none_of_them(wait: Callable[..., None], numbers: list[i
 
 def test_what_waits_for_no_operation_awaits_none() -> None:
     assert awaited() == ((), "")
-    assert works.operation(threading.Event()) == ""
+    assert process_groups.operation(threading.Event()) == ""

@@ -14,8 +14,8 @@ import pytest
 from polling import until
 
 from lightning_ncclsafe.facts import ChildProcess
-from lightning_ncclsafe.probes.process.child_waits import awaited_by, waited_for
 from lightning_ncclsafe.probes.process.lock_waits import command_words
+from lightning_ncclsafe.probes.process.outside_waits import awaited_by, waited_for
 
 SLEEP = ["sleep", "60"]
 

@@ -13,8 +13,7 @@ import psutil
 import pytest
 from polling import until
 
-from lightning_ncclsafe.probes.process import child_waits
-from lightning_ncclsafe.probes.process.file_waits import awaited_file, program_at_other_end
+from lightning_ncclsafe.probes.process.outside_waits import awaited_by, awaited_file, program_at_other_end
 
 PIPES = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
 # It answers only once its input has ended.
@@ -125,7 +124,7 @@ def test_the_program_is_the_awaited_process_also_of_another_process() -> None:
     reads = "import subprocess; subprocess.Popen(['sleep', '60'], stdout=subprocess.PIPE).stdout.read()"
     with subprocess.Popen([sys.executable, "-S", "-c", reads]) as process:
         try:
-            (child,) = until(lambda: [one for one in child_waits.awaited_by(process.pid) if one.command == "sleep 60"])
+            (child,) = until(lambda: [one for one in awaited_by(process.pid) if one.command == "sleep 60"])
         finally:
             for one in [*psutil.Process(process.pid).children(), process]:
                 one.kill()

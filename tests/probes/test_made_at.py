@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from polling import until
 
-from lightning_ncclsafe.probes.data import ends_at, made_at
-from lightning_ncclsafe.probes.data.ends_at import data_line
+from lightning_ncclsafe.probes.data import data_line as data_line_module
+from lightning_ncclsafe.probes.data import made_at
+from lightning_ncclsafe.probes.data.data_line import data_line
 
 HERE = Path(__file__)
 
@@ -225,13 +226,13 @@ def test_a_source_that_cannot_be_read_in_time_is_unknown(monkeypatch: pytest.Mon
         goes_on.wait(20)
         return scope_of(code)
 
-    monkeypatch.setattr(ends_at, "_MOST_S", 0.05)
+    monkeypatch.setattr(data_line_module, "_MOST_S", 0.05)
     monkeypatch.setattr(made_at, "scope_of", hangs)
     assert data_made_at(Split(), "train_dataloader") == ""
-    monkeypatch.setattr(ends_at, "_MOST_S", 20.0)
+    monkeypatch.setattr(data_line_module, "_MOST_S", 20.0)
     threading.Thread(target=goes_on.set, daemon=True).start()
     assert data_made_at(Split(), "val_dataloader") in ("", place("sites", "val_dataloader")), "not the other's answer"
-    until(lambda: not ends_at._reading.is_busy)
+    until(lambda: not data_line_module._reading.is_busy)
 
 
 TRAINER = """

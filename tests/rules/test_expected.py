@@ -32,7 +32,7 @@ from lightning_ncclsafe.facts import (
     RankFacts,
     StepFacts,
 )
-from lightning_ncclsafe.rules.kit.expected_waits import announced_for_s, busy_for_s, expected_for_s
+from lightning_ncclsafe.rules.expected_waits import announced_for_s, busy_for_s, expected_for_s
 from lightning_ncclsafe.rules.kit.frames import is_compiling
 
 STEP = user("training_step", 12)

@@ -7,8 +7,8 @@ from builders import BARRIER, CHECKPOINT_IO, FETCH, GLOO, MAIN, RUN, SITE, job, 
 
 from lightning_ncclsafe.facts import Frame, IncidentKind, JobFacts, Phase, ProcessFacts, RankFacts
 from lightning_ncclsafe.facts.findings import Confidence, Finding, Severity
+from lightning_ncclsafe.rules.expected_waits import saved_together_for_s
 from lightning_ncclsafe.rules.judging import judge
-from lightning_ncclsafe.rules.kit.expected_waits import saved_together_for_s
 
 SAVE = Frame(file=f"{SITE}/lightning/pytorch/trainer/trainer.py", line=1464, function="save_checkpoint")
 CONDITION = "if trainer.is_global_zero:  (line 41)"

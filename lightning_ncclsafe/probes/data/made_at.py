@@ -1,4 +1,4 @@
-"""The line of the user's code that decides which data a loader has: a filter, a split, a list of files.
+"""The line of the user's code that makes a loader's data: a filter, a split, a list of files. A part of ``data_line``.
 
 It follows the source back from where the Trainer gets the loader, through names and classes that only hold data, to the
 first line that does more. If a line before that chooses among data by a known function, it is that one. Nothing is

@@ -45,7 +45,7 @@ def breakpoint_before(stack: Sequence[Frame]) -> Frame | None:
         The frame at that call; None if the thread is not paused in a debugger, or not by a call that is known.
     """
     below = [*itertools.takewhile(lambda frame: not frame.user, reversed(stack))]
-    if len(below) == len(stack) or not any(DEBUGGERS.has(frame.file, frame.function) for frame in below):
+    if len(below) == len(stack) or not DEBUGGERS.has_any(below):
         return None
     paused = stack[-len(below) - 1]
     scope = scope_at(paused.file, paused.function, paused.line)

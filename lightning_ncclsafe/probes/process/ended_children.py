@@ -28,7 +28,7 @@ _MOST = 128
 _KEPT = 16
 # Signals that a pool sends to its own processes.
 _OWN_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP")
-# Reaped children count if they ended this long before the standstill, or later.
+# Reaped children count if they ended this long before the stall, or later.
 _RECENT_S = 60.0
 # Of a process that its parent has collected and forgotten; no exit code is so high.
 _CLOSED = 1 << 16
@@ -79,7 +79,7 @@ class ChildWatch:
         self._next_s = -math.inf
 
     def read(self, idle_s: float) -> tuple[EndedProcess, ...]:
-        """Unreaped children, and those that ended during this rank's standstill, or shortly before."""
+        """Unreaped children, and those that ended during this rank's stall, or shortly before."""
         self._learn()
         now_s, seen = time.monotonic(), {child.pid: (at_s, child) for at_s, child in [*self._ended]}
         waiting = ended_children()

@@ -1,6 +1,6 @@
 """How a process that is no child of this one has ended, even if its parent has collected its status already.
 
-The kernel tells it to whoever has had a pidfd of the process since before its end; it does so from Linux 6.15 on.
+The kernel gives it to whoever has had a pidfd of the process since before its end; it does so from Linux 6.15 on.
 """
 
 import fcntl

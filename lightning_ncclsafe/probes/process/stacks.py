@@ -45,7 +45,7 @@ _MAX_MESSAGE = 2000
 _MAX_CAUSES = 4
 # User lines above a collective that a report shows.
 _MAX_USERS = 8
-_MOST_TOLD = 4
+_MOST_SHOWN = 4
 # The longest wait for a source file: its storage may be the very reason why ranks are stuck.
 _READ_S = 0.5
 
@@ -138,7 +138,7 @@ def stack_in_collective(stacks: Iterable[tuple[Frame, ...]]) -> tuple[Frame, ...
 
 def _calls_collective(stack: tuple[Frame, ...]) -> bool:
     below = [*itertools.takewhile(lambda frame: not frame.user, reversed(stack))]
-    return len(below) < len(stack) and any(COLLECTIVES.has(frame.file, frame.function) for frame in below)
+    return len(below) < len(stack) and COLLECTIVES.has_any(below)
 
 
 def call_site(places: Iterable[tuple[str, int, str]]) -> tuple[str, tuple[Frame, ...]]:
@@ -182,8 +182,8 @@ def frames_to_show(stacks: Iterable[Iterable[Frame]]) -> list[tuple[Frame, ...]]
 
 def _shown(stack: tuple[Frame, ...], telling: Set[tuple[str, str]]) -> tuple[Frame, ...]:
     users = [frame for frame in reversed(stack) if frame.user]
-    branching = [frame for frame in users if _has_branch(frame)][:_MOST_TOLD]
-    kept = {*users[:1], *branching, *[frame for frame in users if _function(frame) in telling][:_MOST_TOLD]}
+    branching = [frame for frame in users if _has_branch(frame)][:_MOST_SHOWN]
+    kept = {*users[:1], *branching, *[frame for frame in users if _function(frame) in telling][:_MOST_SHOWN]}
     return tuple(frame for frame in stack if not frame.user or frame in kept)
 
 

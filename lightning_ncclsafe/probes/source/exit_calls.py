@@ -1,4 +1,4 @@
-"""The statements in the user's functions that end the process that executes them: a process that is gone tells no line.
+"""The statements in the user's functions that end the process that executes them: a process that is gone shows no line.
 
 They are searched for in the files of all modules that are loaded, which other ranks have loaded, too.
 """

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
-from lightning_ncclsafe._torch import works
+from lightning_ncclsafe._torch import process_groups
 from lightning_ncclsafe.probes.process.stacks import main_thread_frames
 from lightning_ncclsafe.probes.source.assignments import Given, variable
 from lightning_ncclsafe.probes.source.scopes import Scope, scope_of
@@ -23,7 +23,7 @@ _MOST = 64
 def awaited() -> tuple[tuple[str, ...], str]:
     """``("send", "recv")`` and ``"file:line in exchange"``, where they were begun; empty if it waits for none of them.
 
-    Both kinds are told of a list that has both; the line is empty if the source does not show it.
+    Both kinds are given for a list that has both; the line is empty if the source does not show it.
     """
     frame = next(main_thread_frames(), None)
     if frame is None:
@@ -31,8 +31,8 @@ def awaited() -> tuple[tuple[str, ...], str]:
     names = {*_WAITS.findall(linecache.getline(frame.f_code.co_filename, frame.f_lineno))}
     # Of several in one line, any may be the one.
     name = names.pop() if len(names) == 1 else ""
-    kinds = {works.operation(work) for work in _items(frame.f_locals.get(name))}
-    if not kinds or not kinds <= {works.SEND, works.RECEIVE}:
+    kinds = {process_groups.operation(work) for work in _items(frame.f_locals.get(name))}
+    if not kinds or not kinds <= {process_groups.SEND, process_groups.RECEIVE}:
         return (), ""
     return tuple(sorted(kinds, reverse=True)), _begun_at(name, frame)
 

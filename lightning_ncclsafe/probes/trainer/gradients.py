@@ -162,7 +162,7 @@ def _use_of(module: Any, parts: list[str], level: int) -> _Use | None:
 def _decided_in(scope: Scope, line: int, functions: Sequence[Scope]) -> tuple[Scope, int]:
     """The function that jumps around a line: that of the line, or the only one that calls it; and its line.
 
-    A condition around the call is no jump: what it leaves out is told at the line itself.
+    A condition around the call is no jump: what it leaves out is shown at the line itself.
 
     Args:
         scope: The function of the line.

@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning_ncclsafe.facts import Action, LoaderFacts, LoopEnd, Phase, Progress, StorageFacts, TrainerFacts
 from lightning_ncclsafe.facts.phase_kinds import FIRST_BATCH, PhaseKind, make_phase_kind
-from lightning_ncclsafe.probes.data.ends_at import data_line
+from lightning_ncclsafe.probes.data.data_line import data_line
 from lightning_ncclsafe.probes.host.resources import filesystem_of
 from lightning_ncclsafe.probes.process.stacks import training_thread
 from lightning_ncclsafe.probes.source.scopes import Scope, attributes_set, first_places, scopes_in, scopes_of
@@ -166,17 +166,17 @@ class TrainerProbe:
             validated=trainer.fit_loop.epoch_loop.val_loop.batch_progress.current.completed,
         )
 
-    def ended_at(self, told: TrainerFacts | None) -> tuple[str, ...]:
+    def ended_at(self, before: TrainerFacts | None) -> tuple[str, ...]:
         """Lines that may have made its training loop end as it did; a search in the user's source, as the next two.
 
         Args:
-            told: Its facts as they were read before; if the loop has ended in another way since, no lines are given.
+            before: Its facts as they were read; if the loop has ended in another way since, no lines are given.
         """
-        if told is None or not self._fits():
+        if before is None or not self._fits():
             return ()
-        if (told.end, told.changed) != (_loop_end(self._trainer), self._changed()):
+        if (before.end, before.changed) != (_loop_end(self._trainer), self._changed()):
             return ()
-        return first_places(_ending_lines(self._trainer, told.end, told.changed))
+        return first_places(_ending_lines(self._trainer, before.end, before.changed))
 
     def validates_at(self) -> tuple[str, ...]:
         """Lines that set after which batches or epochs validation runs."""

@@ -13,7 +13,7 @@ from lightning_ncclsafe.report.ranks import RankStates, is_recorded
 from lightning_ncclsafe.rules.kit.activity import hook_words
 from lightning_ncclsafe.rules.kit.wording import call_words, capitalised, duration_words, ranks_words, short_location
 
-# The time shown before the standstill, as a share of its length.
+# The time shown before the stall, as a share of its length.
 _BEFORE = 0.4
 _MARGIN = 1.03
 # In a record, the share for what has not ended.
@@ -186,7 +186,7 @@ def _lane(alike: RankStates, axis: Axis, ranks: tuple[int, ...], is_named: bool)
     view = alike.view
     facts, doing = view.facts[ranks[0]], view.activities[ranks[0]]
     is_seen = not is_recorded(view.job)
-    does = ", ".join(filter(None, [alike.state(ranks), alike.standstill(ranks) if is_seen else ""]))
+    does = ", ".join(filter(None, [alike.state(ranks), alike.stall(ranks) if is_seen else ""]))
     where = ", ".join(filter(None, [doing.hook, alike.batch(ranks[0]), alike.hosts(ranks)])) if is_seen else ""
     frames = {frame for rank in ranks if (frame := alike.place(rank)) is not None}
     line = f"{len(frames)} different lines" if len(frames) > 1 else "".join(map(short_location, frames))

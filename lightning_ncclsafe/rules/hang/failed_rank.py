@@ -65,7 +65,7 @@ _LISTED = 4
 _MOST = 16
 
 
-def is_told_as_exception(finding: Finding, others: Findings) -> bool:
+def is_reported_as_exception(finding: Finding, others: Findings) -> bool:
     """Whether rules that read exceptions have explained the exceptions of these ranks."""
     explained = {rank for other in others.of_exceptions for rank in other.ranks}
     return bool(finding.ranks) and explained.issuperset(finding.ranks)
@@ -79,7 +79,7 @@ def _plan(view: Timeline, finding: Finding) -> Plan:
     return Plan.STOP if raised and raised <= _OF_CODE else Plan.UNKNOWN
 
 
-@hang_rule(after="timeout-misuse", superseded=is_told_as_exception, plan=_plan)
+@hang_rule(after="timeout-misuse", superseded=is_reported_as_exception, plan=_plan)
 def failed_rank(view: Timeline) -> Iterator[Finding]:
     """A rank raised an exception, and the others wait for a rank that will not come.
 
@@ -111,7 +111,7 @@ def _outside(view: Timeline, rank: int, raised: ExceptionFacts) -> Finding:
     """An exception outside of the Trainer, where no guard reports it: the program recorded it before it ended."""
     frame = deepest_user_frame(raised.stack)
     at = at_words(frame)
-    # An error that ends the process at once leaves the guard no time to tell of it.
+    # An error that ends the process at once leaves the guard no time to report it.
     is_inside = len(inside_trainer(raised.stack)) < len(raised.stack)
     where = "in its call of the Trainer" if is_inside else "outside of the Trainer"
     raised_words = f"{_raised_words(raised)}{at}, {where}, and its program ended"

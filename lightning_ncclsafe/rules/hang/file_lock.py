@@ -148,9 +148,9 @@ def _held_outside(view: Timeline, ranks: tuple[int, ...]) -> Finding:
     remedy_own = _REMEDY_PROGRAM if is_programs else _REMEDY_OWN
     remedy = remedy_outside if last.holder is None else remedy_own
     # Of the first rank, the summary says all that is known about its lock.
-    is_told = view.lock_waits[ranks[0]] is last
+    is_in_summary = view.lock_waits[ranks[0]] is last
     known = (item for item in how_we_know(view, ranks) if item.source != "file lock" or item.rank != ranks[0])
-    evidence = known if is_told else how_we_know(view, ranks)
+    evidence = known if is_in_summary else how_we_know(view, ranks)
     return finding(view, ranks, f"{text}{while_others_wait(view, ranks)}.", evidence=evidence, remedy=remedy)
 
 

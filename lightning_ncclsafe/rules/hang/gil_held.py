@@ -95,7 +95,7 @@ def _released(view: Timeline, process: ProcessFacts) -> Finding:
 
 
 def _remedy(process: ProcessFacts, line: str) -> str:
-    """What to do: what Python itself computes while it runs is told by the code of the user's line."""
+    """What to do: what Python itself computes while it runs follows from the code of the user's line."""
     frame = deepest_user_frame(process.stack)
     code = frame.code if frame is not None and _is_running(process) else ""
     for pattern, what, how in _PYTHONS:

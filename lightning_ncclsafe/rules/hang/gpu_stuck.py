@@ -27,7 +27,6 @@ from lightning_ncclsafe.rules.kit import (
     ranks_words,
     silent_finding,
     silent_processes,
-    uses_gpus,
     verb,
     wait_of,
     where_words,
@@ -173,7 +172,7 @@ def _waits_for_device(facts: RankFacts) -> bool:
 
 def _in_device_sync(view: Timeline) -> Iterator[Finding]:
     """Ranks that others wait for and that wait for their own GPU, without an outstanding collective."""
-    if not view.waiting or not uses_gpus(view):
+    if not view.waiting or not _uses_gpus(view):
         return
     for rank in view.working(view.stragglers):
         facts = view.facts[rank]
@@ -189,3 +188,8 @@ def _in_device_sync(view: Timeline) -> Iterator[Finding]:
                 confidence=Confidence.LIKELY if ailment(facts) else Confidence.POSSIBLE,
                 evidence=(*gpu_evidence(facts), *how_we_know(view, (rank,))),
             )
+
+
+def _uses_gpus(view: Timeline) -> bool:
+    """Whether the job has groups on NCCL."""
+    return any(entry.backend.startswith("nccl") for facts in view.facts.values() for entry in facts.collectives[-8:])

@@ -138,7 +138,7 @@ def rank_zero_only_work(view: Timeline) -> Iterator[Finding]:
     elif aborted := aborted_model_run(view):
         yield _aborted(view, aborted)
     yield from _copying_alone(view)
-    working = tuple(rank for rank in view.working(view.suspects) if _works(view, rank))
+    working = tuple(rank for rank in view.working(view.suspects) if view.activities[rank].kind not in _OTHER_RULES)
     if not working or not (view.waiting or view.each_waits_alone):
         return
     shared = blocked_at_one_line(view)
@@ -162,11 +162,6 @@ def _copying_alone(view: Timeline) -> Iterator[Finding]:
         if condition and view.waiting:
             words = f"{copying_words(process)}, probably a collective that it alone has called {under_words(condition)}"
             yield silent_finding(view, rank, process, words)
-
-
-def _works(view: Timeline, rank: int) -> bool:
-    """Whether it does work of its own that no other rule covers."""
-    return view.activities[rank].kind not in _OTHER_RULES
 
 
 def _is_of_few(view: Timeline, rank: int) -> bool:

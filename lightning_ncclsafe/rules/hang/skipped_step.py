@@ -30,7 +30,6 @@ from lightning_ncclsafe.rules.kit import (
     joined,
     location_of,
     message_of,
-    now_words,
     phase_evidence,
     ranks_words,
     shift,
@@ -40,6 +39,8 @@ from lightning_ncclsafe.rules.kit import (
     skips_steps,
     unit_of,
     verb,
+    wait_words,
+    where_words,
     while_others_wait,
 )
 
@@ -127,7 +128,7 @@ def _forward_finding(view: Timeline, first: Shift, deciding: DecidingBranches) -
             f"{clause(first.ranks, 'has|have')} skipped a forward pass at {short_location(deciding.at)} that "
             f"{ranks_words(first.callers)} made, and its backward pass.",
             deciding.words(),
-            f"{capitalised(ranks_words(first.ranks))} {now_words(view, first.ranks)}"
+            f"{capitalised(ranks_words(first.ranks))} {_now_words(view, first.ranks)}"
             f"{while_others_wait(view, first.ranks)}.",
         )
     )
@@ -187,7 +188,7 @@ def _counts_finding(view: Timeline, counts: DifferentCounts) -> Finding:
     finished = f"; {clause(left, 'has|have finished')}" if left else ""
     text = (
         f"Ranks have made different numbers of {counts.what} in {counts.at} ({counts.words}), {so}; "
-        f"{ranks_words(ranks)} {now_words(view, ranks)}{while_others_wait(view, ranks)}{finished}."
+        f"{ranks_words(ranks)} {_now_words(view, ranks)}{while_others_wait(view, ranks)}{finished}."
     )
     ways = _ways_around(view, counts)
     accumulates = _accumulates_at(view) if counts.is_accumulation else ()
@@ -296,7 +297,7 @@ def _finding(view: Timeline, ranks: tuple[int, ...], confidence: Confidence) -> 
     error = facts.exception
     refused = error is not None and error.message.startswith(_REFUSED)
     raised = f", which Lightning refuses with several ranks ({error.type})" if error is not None and refused else ""
-    now = "" if error is not None else f"; {verb(ranks, 'it', 'they')} {now_words(view, ranks)}"
+    now = "" if error is not None else f"; {verb(ranks, 'it', 'they')} {_now_words(view, ranks)}"
     text = (
         f"{clause(ranks, 'has|have skipped')} {batch}: its training_step returned without a "
         f"backward pass{_at(facts)}{raised}{now}{while_others_wait(view, ranks)}."
@@ -351,3 +352,11 @@ def _evidence(view: Timeline, ranks: tuple[int, ...]) -> Iterator[Evidence]:
         if steps.skipped and steps.returns_nothing:
             text = f"Returns nothing at {', '.join(map(short_place, steps.returns_nothing[:_LISTED]))}."
             yield Evidence(source="source code", rank=rank, text=text)
+
+
+def _now_words(view: Timeline, ranks: tuple[int, ...]) -> str:
+    """Where ranks are now, as the first of them: ``"is now in …"``, or ``"now waits in …"`` if that is what it does."""
+    where = where_words(view, ranks[0])
+    if ranks[0] in view.waiting:
+        return f"now {verb(ranks, 'waits', 'wait')} in {wait_words(view, ranks[0])}, {where}"
+    return f"{verb(ranks, 'is', 'are')} now {where}"

@@ -242,7 +242,7 @@ def _raised(view: Timeline, pids: dict[int, str], signal: str, confidence: Confi
 
 
 def _exit_calls(view: Timeline, ranks: tuple[int, ...], signal: str) -> ExitCalls:
-    """The statements that may have ended the workers of these ranks, of which a loader has told."""
+    """The statements that may have ended the workers of these ranks, which a loader has reported."""
     statuses = {_exit_status(view.facts[rank]) for rank in ranks}
     if signal or len(statuses) > 1 or None in statuses:
         return ExitCalls(None, ())

@@ -22,7 +22,6 @@ from lightning_ncclsafe.rules.kit.data import *
 from lightning_ncclsafe.rules.kit.divergences import *
 from lightning_ncclsafe.rules.kit.exception_messages import *
 from lightning_ncclsafe.rules.kit.exit_calls import *
-from lightning_ncclsafe.rules.kit.expected_waits import *
 from lightning_ncclsafe.rules.kit.file_locks import *
 from lightning_ncclsafe.rules.kit.frames import *
 from lightning_ncclsafe.rules.kit.gloo_aborts import *
@@ -39,7 +38,6 @@ from lightning_ncclsafe.rules.kit.rule import *
 from lightning_ncclsafe.rules.kit.sentences import *
 from lightning_ncclsafe.rules.kit.shifts import *
 from lightning_ncclsafe.rules.kit.silent_ranks import *
-from lightning_ncclsafe.rules.kit.thread_waits import *
 from lightning_ncclsafe.rules.kit.timeline import *
 from lightning_ncclsafe.rules.kit.user_lines import *
 from lightning_ncclsafe.rules.kit.wait_circles import *

@@ -28,7 +28,7 @@ from lightning_ncclsafe.rules.kit.landmarks import Kind, condition_around
 from lightning_ncclsafe.rules.kit.parts import evidence_about, minority
 from lightning_ncclsafe.rules.kit.purpose import unit_of, unit_words
 from lightning_ncclsafe.rules.kit.rule import once
-from lightning_ncclsafe.rules.kit.sentences import phase_evidence, stack_evidence, where_words
+from lightning_ncclsafe.rules.kit.sentences import phase_evidence, stack_evidence
 from lightning_ncclsafe.rules.kit.shifts import shift
 from lightning_ncclsafe.rules.kit.silent_ranks import is_gone
 from lightning_ncclsafe.rules.kit.timeline import Divergence, Timeline, stack_of
@@ -267,12 +267,6 @@ def continuation(view: Timeline, split: Divergence, ranks: tuple[int, ...]) -> t
         return None, ""
     others = [rank for rank in split.calls if rank not in beyond]
     return frame, skipped_words(frame, clause(others, "waits|wait"))
-
-
-def is_at_words(view: Timeline, rank: int) -> str:
-    """Where a rank is, or was until its connections broke: ``"is in Net.on_fit_end at …"``."""
-    is_there = rank in view.facts and view.facts[rank].exception is None
-    return f"is {where_words(view, rank)}" if is_there else f"was {was_at_words(view, rank)}"
 
 
 def was_at_words(view: Timeline, rank: int) -> str:

@@ -16,7 +16,7 @@ _SYNC = re.compile(r"\.(?:item|cpu|tolist|numpy)\(|synchronize\(|\.to\(|\bfloat\
 
 def is_in(code: Code, stack: Iterable[Frame]) -> bool:
     """Whether any of these frames is in this code."""
-    return any(code.has(frame.file, frame.function) for frame in stack)
+    return code.has_any(stack)
 
 
 def deepest_user_frame(stack: tuple[Frame, ...]) -> Frame | None:

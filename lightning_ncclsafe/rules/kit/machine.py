@@ -257,11 +257,6 @@ def has_just_called(view: Timeline, calls: Mapping[int, Collective]) -> bool:
     return any(0 < view.facts[rank].taken_ns < call.created_ns + _MOMENT_NS for rank, call in calls.items())
 
 
-def uses_gpus(view: Timeline) -> bool:
-    """Whether the job has groups on NCCL."""
-    return any(entry.backend.startswith("nccl") for facts in view.facts.values() for entry in facts.collectives[-8:])
-
-
 def gpu_of(facts: RankFacts) -> GpuFacts | None:
     """What the driver reports about a rank's GPU."""
     return facts.machine.gpu.gpu if facts.machine.gpu is not None else None

@@ -181,14 +181,6 @@ def wait_words(view: Timeline, rank: int) -> str:
     return collective_words(doing.collective, means)
 
 
-def now_words(view: Timeline, ranks: tuple[int, ...]) -> str:
-    """Where ranks are now, as the first of them: ``"is now in …"``, or ``"now waits in …"`` if that is what it does."""
-    where = where_words(view, ranks[0])
-    if ranks[0] in view.waiting:
-        return f"now {verb(ranks, 'waits', 'wait')} in {wait_words(view, ranks[0])}, {where}"
-    return f"{verb(ranks, 'is', 'are')} now {where}"
-
-
 def others_wait(view: Timeline, ranks: Iterable[int] = ()) -> str:
     """``"ranks 1-3 wait in …"``, equal waits together; empty if no other ranks than these wait."""
     # Each of many silent ranks may be a finding of its own, and the same ranks wait for all of them.

@@ -188,26 +188,15 @@ def _is_early_exit(view: Timeline, deciding: DecidingBranches) -> bool:
     return deciding.is_jump_on_data and is_one_of_two and not continued_after_exception(view, view.facts)
 
 
-def at_jump(view: Timeline, finding: Finding) -> Finding:
-    """The same finding; if its ranks have jumped over its line under a condition that is not on the rank, at that jump.
-
-    There they took another path than the others. That they did is observed; which jump it was is concluded.
-    """
-    deciding = decision(view, finding.location)
-    if deciding is None or not deciding.is_jump_on_data or finding.ranks != deciding.around:
-        return finding
-    return replace(finding, location=deciding.decided_at, confidence=at_most_likely(finding.confidence))
-
-
 def _outer_decision(view: Timeline, finding: Finding) -> DecidingBranches | None:
     """The branch around a call of the Trainer, if the finding's line is in the program that calls it."""
     outer = (user_frames(outside_trainer(stack_of(view, rank))) for rank in finding.ranks)
     is_outside = any(_is_at(frames, finding.location) for frames in outer)
-    return outer_decision(view) if is_outside else None
+    return _decision_outside(view) if is_outside else None
 
 
 @once
-def outer_decision(view: Timeline) -> DecidingBranches | None:
+def _decision_outside(view: Timeline) -> DecidingBranches | None:
     """The branch that led some ranks to a call of the Trainer, and others around it, in the program; None if unknown.
 
     A condition on the rank is found elsewhere, as the deeper one.

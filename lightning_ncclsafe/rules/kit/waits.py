@@ -12,7 +12,7 @@ from lightning_ncclsafe.code.libraries import DISTRIBUTED, LOGGED_VALUES, MODEL_
 from lightning_ncclsafe.facts import ELSE, PAST, Collective, Frame, RankFacts
 from lightning_ncclsafe.rules.kit.activity import is_in_action, is_open_p2p, outstanding_p2p
 from lightning_ncclsafe.rules.kit.caught_exceptions import except_block_words, handling_exception, raised_at
-from lightning_ncclsafe.rules.kit.frames import deepest_user_frame, depth_passed, inside_trainer, is_in
+from lightning_ncclsafe.rules.kit.frames import deepest_user_frame, inside_trainer, is_in
 from lightning_ncclsafe.rules.kit.landmarks import condition_around, is_landmark
 from lightning_ncclsafe.rules.kit.parts import minority, ranks_by
 from lightning_ncclsafe.rules.kit.rule import once
@@ -142,16 +142,6 @@ def send_recv_pairs(view: Timeline) -> dict[int, int]:
         for rank, peer in peers.items()
         if peers.get(peer) == rank and {calls[rank], calls[peer]} == {"send", "recv"}
     }
-
-
-def line_passed(view: Timeline, waits: DifferentWaits) -> Frame | None:
-    """The line at which the others wait and which the ranks out of step are past, in the same function; else None."""
-    others = [rank for rank in view.waiting if rank not in waits.ranks]
-    if not others or waits.why:
-        return None
-    own, other = (inside_trainer(stack_of(view, rank)) for rank in (waits.ranks[0], others[0]))
-    depth = depth_passed(own, other)
-    return deepest_user_frame(other[depth:]) if depth is not None else None
 
 
 class DifferentRoots(NamedTuple):
@@ -301,12 +291,3 @@ def skipped_call(view: Timeline, rank: int, *, of_any_group: bool = False) -> tu
     missing = [call for kind, call in (before[-1].items() if before else ()) if kind not in last]
     usual = (call for call in missing if all((call.group, signature(call)) in step for step in before))
     return next(((call, len(before)) for call in usual), None)
-
-
-def waiting_in_circle(view: Timeline) -> tuple[int, ...]:
-    """Ranks that others wait for and that wait elsewhere themselves: the ranks wait in a circle."""
-    if view.working(view.facts) or any(facts.exception for facts in view.facts.values()):
-        return ()
-    if sole_receiver(view) is not None:
-        return ()
-    return tuple(rank for rank in view.behind if view.activities[rank].waits_for_peers)

@@ -23,8 +23,7 @@ from lightning_ncclsafe.rules.recorded.calls import has_dumps, record_of
 from lightning_ncclsafe.rules.recorded.divergences import conflict
 from lightning_ncclsafe.rules.recorded.ends import failed
 from lightning_ncclsafe.rules.recorded.evidence import consequence_evidence, counters_evidence, described, log_evidence
-from lightning_ncclsafe.rules.recorded.root import Root, RootCause
-from lightning_ncclsafe.rules.recorded.roots import roots_of
+from lightning_ncclsafe.rules.recorded.roots import Root, RootCause, roots_of
 
 _REMEDY = (
     "The code agrees, so look at devices and links: nvidia-smi and the kernel's log (Xid errors) on every host, error "

@@ -17,8 +17,7 @@ from lightning_ncclsafe.rules.kit import (
 from lightning_ncclsafe.rules.recorded.calls import has_dumps, open_calls
 from lightning_ncclsafe.rules.recorded.ends import failed
 from lightning_ncclsafe.rules.recorded.evidence import consequence_evidence, counters_evidence, described, first_site
-from lightning_ncclsafe.rules.recorded.root import Root, RootCause
-from lightning_ncclsafe.rules.recorded.roots import roots_of
+from lightning_ncclsafe.rules.recorded.roots import Root, RootCause, roots_of
 
 _LISTED = 4
 

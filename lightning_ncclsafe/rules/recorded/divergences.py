@@ -110,7 +110,10 @@ def _finding(view: Timeline, split: Divergence, why: str) -> Finding:
     habit = out_of_step(view, split) if len(split.deviating) == len(split.calls) else ()
     ranks = habit or split.deviating
     different = split.variants
-    listed = [f"{ranks_words(who)} called {_words(call)}" for call, who in different[:3]]
+    listed = [
+        f"{ranks_words(who)} called {call_words(call)}{at_words(deepest_user_frame(call.stack))}"
+        for call, who in different[:3]
+    ]
     more = f" and {len(different) - 3:,} other variants" if len(different) > 3 else ""
     text = f"{' and '.join(listed)}{more} as number {split.seq:,} of {group_words(split.group)}"
     return finding(
@@ -151,10 +154,6 @@ def _is_certain(view: Timeline, split: Divergence) -> bool:
     """Whether it is certain; in logs only for the default group, as others may share names and numbers."""
     records = [record_of(view.facts[rank]) for rank in split.calls if view.facts[rank].record is not None]
     return all(record.has_dump or (record.group_known and split.group == "0") for record in records)
-
-
-def _words(call: Collective) -> str:
-    return f"{call_words(call)}{at_words(deepest_user_frame(call.stack))}"
 
 
 def _evidence(view: Timeline, variants: list[tuple[Collective, tuple[int, ...]]]) -> Iterator[Evidence]:

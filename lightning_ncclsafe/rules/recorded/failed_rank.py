@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable, Iterator
 
 from lightning_ncclsafe.facts import ExceptionFacts, RankFacts, StatementKind
-from lightning_ncclsafe.rules.hang.failed_rank import is_told_as_exception
+from lightning_ncclsafe.rules.hang.failed_rank import is_reported_as_exception
 from lightning_ncclsafe.rules.kit import (
     Confidence,
     Evidence,
@@ -60,7 +60,7 @@ _NUMBERS = re.compile(r"\d+")
 _COMPARED = 60
 
 
-@recorded_rule(superseded=is_told_as_exception)
+@recorded_rule(superseded=is_reported_as_exception)
 def failed_rank(view: Timeline) -> Iterator[Finding]:
     """A rank's traceback is in the log, of an error that is not about communication.
 

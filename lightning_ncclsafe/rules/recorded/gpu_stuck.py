@@ -22,8 +22,7 @@ from lightning_ncclsafe.rules.recorded.evidence import (
     described,
     oldest_outstanding,
 )
-from lightning_ncclsafe.rules.recorded.root import Root, RootCause
-from lightning_ncclsafe.rules.recorded.roots import roots_of
+from lightning_ncclsafe.rules.recorded.roots import Root, RootCause, roots_of
 
 
 @recorded_rule(

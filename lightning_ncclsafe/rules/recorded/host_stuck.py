@@ -39,8 +39,7 @@ from lightning_ncclsafe.rules.recorded.evidence import (
     waiting_words,
 )
 from lightning_ncclsafe.rules.recorded.late_at_init import AT_INIT
-from lightning_ncclsafe.rules.recorded.root import Root, RootCause
-from lightning_ncclsafe.rules.recorded.roots import roots, roots_of
+from lightning_ncclsafe.rules.recorded.roots import Root, RootCause, roots, roots_of
 
 
 @recorded_rule(

@@ -25,8 +25,7 @@ from lightning_ncclsafe.rules.recorded.evidence import (
     waiting_on_peers,
     waiting_words,
 )
-from lightning_ncclsafe.rules.recorded.root import Root, RootCause
-from lightning_ncclsafe.rules.recorded.roots import roots, roots_of
+from lightning_ncclsafe.rules.recorded.roots import Root, RootCause, roots, roots_of
 
 
 def is_dead(finding: Finding, others: Findings) -> bool:

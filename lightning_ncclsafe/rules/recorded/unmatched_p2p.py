@@ -20,8 +20,7 @@ from lightning_ncclsafe.rules.kit import (
 from lightning_ncclsafe.rules.recorded.calls import end_of, has_dumps
 from lightning_ncclsafe.rules.recorded.ends import failed
 from lightning_ncclsafe.rules.recorded.evidence import NO_LONGER_TIMEOUT, consequence_evidence, described, first_site
-from lightning_ncclsafe.rules.recorded.root import Root, RootCause
-from lightning_ncclsafe.rules.recorded.roots import roots_of
+from lightning_ncclsafe.rules.recorded.roots import Root, RootCause, roots_of
 
 _LISTED = 6
 

@@ -262,7 +262,7 @@ def quick_patience() -> None:
     from lightning_ncclsafe import settings
     from lightning_ncclsafe.facts import phase_kinds
     from lightning_ncclsafe.guard import stuck, thresholds
-    from lightning_ncclsafe.rules.kit import expected_waits
+    from lightning_ncclsafe.rules import expected_waits
 
     for module in (stuck, phase_kinds, expected_waits, settings, thresholds):
         for name, seconds in QUICK_S.items():

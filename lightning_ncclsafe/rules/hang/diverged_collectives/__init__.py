@@ -5,6 +5,7 @@ entries, ``aborts`` a process that gloo has aborted or an exception, ``waits`` t
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from lightning_ncclsafe.rules.hang.diverged_collectives import remedies
 from lightning_ncclsafe.rules.hang.diverged_collectives.aborts import after_abort, misread_sizes
@@ -16,16 +17,17 @@ from lightning_ncclsafe.rules.kit import (
     Plan,
     Timeline,
     all_garbled,
-    at_jump,
+    at_most_likely,
     circle_of_p2p,
+    decision,
     gathering_alone,
     hang_rule,
     has_misread_sizes,
     left_loop,
     out_of_data_first,
     out_of_step,
+    sole_receiver,
     unnoticed_shift,
-    waiting_in_circle,
     with_decision,
 )
 
@@ -73,7 +75,7 @@ def diverged_collectives(view: Timeline) -> Iterator[Finding]:
         return
     found = known_reason(view) or (None if _is_other_cause(view) else _by_calls(view))
     if found is not None:
-        yield remedies.as_decided(view, at_jump(view, with_decision(view, found)))
+        yield remedies.as_decided(view, _at_jump(view, with_decision(view, found)))
 
 
 def _by_calls(view: Timeline) -> Finding | None:
@@ -84,9 +86,18 @@ def _by_calls(view: Timeline) -> Finding | None:
         return misread_sizes(view)
     if (first := unnoticed_shift(view)) is not None:
         return unnoticed(view, first)
-    if circle := waiting_in_circle(view):
+    if circle := _waiting_in_circle(view):
         return waits_elsewhere(view, tuple(out_of_step(view, view.waiting)) or circle)
     return after_abort(view) or waits_for_none(view) or inspected_waits(view)
+
+
+def _waiting_in_circle(view: Timeline) -> tuple[int, ...]:
+    """Ranks that others wait for and that wait elsewhere themselves: the ranks wait in a circle."""
+    if view.working(view.facts) or any(facts.exception for facts in view.facts.values()):
+        return ()
+    if sole_receiver(view) is not None:
+        return ()
+    return tuple(rank for rank in view.behind if view.activities[rank].waits_for_peers)
 
 
 def _is_other_cause(view: Timeline) -> bool:
@@ -94,3 +105,14 @@ def _is_other_cause(view: Timeline) -> bool:
     if out_of_data_first(view) or left_loop(view) or gathering_alone(view):
         return True
     return not all_garbled(view)
+
+
+def _at_jump(view: Timeline, finding: Finding) -> Finding:
+    """The same finding; if its ranks have jumped over its line under a condition that is not on the rank, at that jump.
+
+    There they took another path than the others. That they did is observed; which jump it was is concluded.
+    """
+    deciding = decision(view, finding.location)
+    if deciding is None or not deciding.is_jump_on_data or finding.ranks != deciding.around:
+        return finding
+    return replace(finding, location=deciding.decided_at, confidence=at_most_likely(finding.confidence))

@@ -23,7 +23,6 @@ from lightning_ncclsafe.rules.kit import (
     gloo_abort_words,
     group_words,
     inside_trainer,
-    is_at_words,
     is_before,
     is_gone,
     joined,
@@ -34,7 +33,9 @@ from lightning_ncclsafe.rules.kit import (
     shift,
     stack_of,
     under_rank_condition,
+    was_at_words,
     where_evidence,
+    where_words,
 )
 
 
@@ -57,7 +58,7 @@ def mismatch(view: Timeline, split: Divergence) -> Finding:
         return _shifted(view, split, first)
     text = f"{calls_words(view, split)} as number {split.seq} of {group_words(split.group)}"
     gone = f"The process of {ranks_words(ended)} has ended, {gloo_abort_words(view, ended)}." if ended else ""
-    where = f"{capitalised(ranks_words(ranks[:1]))} {is_at_words(view, ranks[0])}"
+    where = f"{capitalised(ranks_words(ranks[:1]))} {_is_at_words(view, ranks[0])}"
     # The difference is observed. Which side is out of step is concluded, unless the source shows it; so is the line, if
     # these ranks' call is not made by the user's code.
     called = [call for rank, call in split.calls.items() if rank in ranks]
@@ -169,3 +170,9 @@ def unnoticed(view: Timeline, first: Shift) -> Finding:
         evidence=where_evidence(view, view.facts),
         remedy=remedies.same_calls(view),
     )
+
+
+def _is_at_words(view: Timeline, rank: int) -> str:
+    """Where a rank is, or was until its connections broke: ``"is in Net.on_fit_end at …"``."""
+    is_there = rank in view.facts and view.facts[rank].exception is None
+    return f"is {where_words(view, rank)}" if is_there else f"was {was_at_words(view, rank)}"

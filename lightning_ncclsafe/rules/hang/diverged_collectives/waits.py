@@ -4,10 +4,11 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 from lightning_ncclsafe.code.libraries import BACKWARD, DDP, SHARDING
-from lightning_ncclsafe.facts import RankFacts
+from lightning_ncclsafe.facts import Frame, RankFacts
 from lightning_ncclsafe.rules.hang.diverged_collectives import remedies
 from lightning_ncclsafe.rules.kit import (
     Confidence,
+    DifferentWaits,
     Evidence,
     Finding,
     Kind,
@@ -20,6 +21,7 @@ from lightning_ncclsafe.rules.kit import (
     condition_evidence,
     condition_of,
     deepest_user_frame,
+    depth_passed,
     different_waits,
     finding,
     group_words,
@@ -28,7 +30,6 @@ from lightning_ncclsafe.rules.kit import (
     inside_trainer,
     is_in,
     joined,
-    line_passed,
     location_of,
     minority,
     open_collectives,
@@ -39,6 +40,7 @@ from lightning_ncclsafe.rules.kit import (
     ranks_by,
     ranks_words,
     signature,
+    stack_of,
     under_rank_condition,
     wait_words,
     waits_for_silent_device,
@@ -200,7 +202,7 @@ def inspected_waits(view: Timeline) -> Finding | None:
     is_in_loop = any(position.stage >= 0 for position in positions(view).values())
     lengths = [facts.trainer.batches if facts.trainer is not None else None for facts in view.facts.values()]
     are_even = None not in lengths and len({*lengths}) == 1
-    frame = waits.frame or line_passed(view, waits)
+    frame = waits.frame or _line_passed(view, waits)
     in_own = [rank for rank in (*waits.ranks, *view.waiting) if in_own_call(view, rank)]
     return finding(
         view,
@@ -219,3 +221,13 @@ def inspected_waits(view: Timeline) -> Finding | None:
         evidence=(*condition_evidence(view, waits.ranks), *where_evidence(view, view.facts)),
         remedy=remedies.EXCEPT_BLOCK if waits.frame is not None else remedies.same_calls(view),
     )
+
+
+def _line_passed(view: Timeline, waits: DifferentWaits) -> Frame | None:
+    """The line at which the others wait and which the ranks out of step are past, in the same function; else None."""
+    others = [rank for rank in view.waiting if rank not in waits.ranks]
+    if not others or waits.why:
+        return None
+    own, other = (inside_trainer(stack_of(view, rank)) for rank in (waits.ranks[0], others[0]))
+    depth = depth_passed(own, other)
+    return deepest_user_frame(other[depth:]) if depth is not None else None

@@ -12,8 +12,8 @@ from polling import until
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, SubsetRandomSampler
 
 from lightning_ncclsafe.loaders.iteration import LoaderProxy
-from lightning_ncclsafe.probes.data import ends_at
-from lightning_ncclsafe.probes.data.ends_at import data_line
+from lightning_ncclsafe.probes.data import data_line as data_line_module
+from lightning_ncclsafe.probes.data.data_line import data_line
 
 HERE = Path(__file__)
 SIZE = 4
@@ -692,8 +692,8 @@ class Mixed(Data):
 
 def test_a_chain_of_names_is_followed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
-    variable = ends_at.variable
-    monkeypatch.setattr(ends_at, "variable", lambda name, before: asked.append(name) or variable(name, before))
+    variable = data_line_module.variable
+    monkeypatch.setattr(data_line_module, "variable", lambda name, before: asked.append(name) or variable(name, before))
     told(Mixed([]))
     assert 0 < len(asked) < 200
 
@@ -704,8 +704,8 @@ def test_what_the_users_objects_raise_is_no_failure() -> None:
 
 def test_a_source_that_cannot_be_read_in_time_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     goes_on = threading.Event()
-    monkeypatch.setattr(ends_at, "_MOST_S", 0.05)
-    monkeypatch.setattr(ends_at, "scope_of", lambda _: goes_on.wait(20))
+    monkeypatch.setattr(data_line_module, "_MOST_S", 0.05)
+    monkeypatch.setattr(data_line_module, "scope_of", lambda _: goes_on.wait(20))
     assert told(DataLoader(Filtered([]))) == ""
     goes_on.set()
-    until(lambda: not ends_at._reading.is_busy)
+    until(lambda: not data_line_module._reading.is_busy)

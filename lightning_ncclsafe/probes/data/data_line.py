@@ -374,7 +374,7 @@ def _is_imported(value: ast.expr, scope: Scope, line: int) -> bool:
 
 
 def _is_common(value: ast.expr) -> bool:
-    """Whether an expression is made of constants, as far as its names tell: the same, or as long, on all ranks."""
+    """Whether an expression is made of constants, as far as its names show: the same, or as long, on all ranks."""
     if isinstance(value, ast.Constant):
         return True
     if isinstance(value, (ast.Name, ast.Attribute)):

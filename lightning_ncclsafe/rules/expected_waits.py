@@ -4,12 +4,7 @@ from collections.abc import Callable, Iterable
 
 from lightning_ncclsafe.facts import IncidentKind, JobFacts, Phase, RankFacts
 from lightning_ncclsafe.facts.phase_kinds import BATCHES_TO_KNOW, LONG_S, PhaseKind, phase_kind_of
-from lightning_ncclsafe.rules.kit.activity import PAUSE
-from lightning_ncclsafe.rules.kit.alone import saves_outside
-from lightning_ncclsafe.rules.kit.frames import is_compiling
-from lightning_ncclsafe.rules.kit.landmarks import Kind
-from lightning_ncclsafe.rules.kit.rule import forget
-from lightning_ncclsafe.rules.kit.timeline import Timeline, timeline
+from lightning_ncclsafe.rules.kit import PAUSE, Kind, Timeline, forget, is_compiling, saves_outside, timeline
 
 _ASKED_AGAIN_S = 60.0
 
