@@ -11,8 +11,6 @@ from typing import Protocol
 AT_ONCE = 64
 """Keys in one question: few enough to be answered within the exchange's deadline, even if the values are facts, which
 are some megabytes together."""
-UNUSABLE = "The job's store cannot be used"
-"""How the error begins that says so; a report leaves it out where the process that had the store is gone."""
 
 
 class ExchangeError(RuntimeError):

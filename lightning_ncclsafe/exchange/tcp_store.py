@@ -7,7 +7,8 @@ from functools import partial
 from typing import Any, TypeVar
 
 from lightning_ncclsafe.exchange.fallback import CallThread, NoAnswerError
-from lightning_ncclsafe.exchange.interface import UNUSABLE, ExchangeError, in_parts
+from lightning_ncclsafe.exchange.interface import ExchangeError, in_parts
+from lightning_ncclsafe.facts import STORE_UNUSABLE
 
 T = TypeVar("T")
 
@@ -119,4 +120,4 @@ class TcpStoreExchange:
 
 def _unusable(why: str) -> str:
     """One sentence; what torch says may end like one."""
-    return f"{UNUSABLE}: {why}{'' if why.endswith(('.', '?', '!')) else '.'}"
+    return f"{STORE_UNUSABLE}: {why}{'' if why.endswith(('.', '?', '!')) else '.'}"

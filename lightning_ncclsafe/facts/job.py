@@ -214,6 +214,10 @@ class SilentHost:
     tried: str = ""
 
 
+STORE_UNUSABLE = "The job's store cannot be used"
+"""How a sentence of :attr:`JobFacts.missing` begins that only follows where the process that had the store is gone."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobFacts:
     """A job at the moment of an incident: the ranks that answered, and by omission those that did not.

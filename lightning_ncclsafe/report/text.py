@@ -3,8 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from lightning_ncclsafe.exchange.interface import UNUSABLE
-from lightning_ncclsafe.facts import Incident, IncidentKind, JobFacts
+from lightning_ncclsafe.facts import STORE_UNUSABLE, Incident, IncidentKind, JobFacts
 from lightning_ncclsafe.facts.findings import Diagnosis, Evidence, Finding
 from lightning_ncclsafe.report.json import plan_words
 from lightning_ncclsafe.report.lines import WIDTH, cut, moment_words, safe, section, wrapped
@@ -124,7 +123,7 @@ def _gaps(diagnosis: Diagnosis) -> list[str]:
     view = timeline(job)
     gone = {rank for rank in view.silent if is_gone(view, rank)}
     # Without the process that had the job's store, nobody can use it: that only follows.
-    follows = {line for line in job.missing if gone and line.startswith(UNUSABLE)}
+    follows = {line for line in job.missing if gone and line.startswith(STORE_UNUSABLE)}
     lacks = bool({*view.silent} - gone or {*job.missing} - follows)
     return [line for line in diagnosis.unanswered if line not in follows] if lacks else []
 
