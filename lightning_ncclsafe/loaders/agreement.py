@@ -1,7 +1,7 @@
 """Compares what the ranks are about to read; the result is an error on all ranks, a warning, or how epochs end."""
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,14 @@ from lightning_ncclsafe.report.folder import IncidentNumbers, write_all
 from lightning_ncclsafe.report.tables.data import render_mismatch
 from lightning_ncclsafe.report.text import render_short
 from lightning_ncclsafe.rules.agreement import AGREEMENT_RULES
-from lightning_ncclsafe.rules.agreement.batches import is_refused, is_uneven, uneven_batches, way_on
+from lightning_ncclsafe.rules.agreement.batches import (
+    different_trainer_settings,
+    differing_settings,
+    is_refused,
+    is_uneven,
+    uneven_batches,
+    way_on,
+)
 from lightning_ncclsafe.rules.judging import judge
 from lightning_ncclsafe.rules.kit.data import (
     HOW_DATA_DIFFERS,
@@ -25,12 +32,14 @@ from lightning_ncclsafe.rules.kit.data import (
     evaluates_independently,
     runs_independently,
 )
-from lightning_ncclsafe.rules.kit.rule import Rule
 from lightning_ncclsafe.rules.kit.wording import joined, short_place
 from lightning_ncclsafe.settings import OnUneven
 
 LineAt = Callable[[tuple[int, ...]], str]
+SetAt = Callable[[Iterable[str]], str]
 
+_OF_DATA = {rule.name for rule in HOW_DATA_DIFFERS if rule.is_of_data}
+_SETTINGS = different_trainer_settings.name
 _HOW_MUCH = "How much of this data a rank has is decided"
 _GOES_ON = 'Training continues; DatasetAgreement(on_mismatch="raise") would refuse to start.'
 
@@ -62,7 +71,9 @@ class Agreement:
         self._say = say
         self._reported: set[str] = set()
 
-    def compare(self, data: DataFacts, line_at: LineAt = lambda _: "") -> tuple[EpochEnd, ...]:
+    def compare(
+        self, data: DataFacts, line_at: LineAt = lambda _: "", set_at: SetAt = lambda _: ""
+    ) -> tuple[EpochEnd, ...]:
         """Compares this rank's loaders with those of all others; returns how an epoch of each ends.
 
         Nothing is returned if a rank takes no part.
@@ -72,11 +83,13 @@ class Agreement:
             line_at: Called if ranks disagree, with the positions of the loaders whose numbers of batches differ, or
                 with none about which data there is; returns the line that decides it, see
                 :func:`~lightning_ncclsafe.probes.data.data_line.data_line`.
+            set_at: Called with the Trainer's settings that differ; returns the line that gives it them, see
+                :func:`~lightning_ncclsafe.probes.trainer.setting_lines.setting_line`.
 
         Raises:
             DatasetMismatchError: On all ranks, if they disagree.
         """
-        verdict = partial(self._verdict, line_at=line_at)
+        verdict = partial(self._verdict, with_places=partial(_with_places, line_at=line_at, set_at=set_at))
         return self._raised(self._meeting.meet(replace(self._identity, data=data), verdict)).ends
 
     def all_can(self, can: bool) -> bool:
@@ -153,7 +166,9 @@ class Agreement:
             raise DatasetMismatchError(agreed.error, findings=agreed.findings, report_folder=agreed.folder)
         return agreed
 
-    def _verdict(self, ranks: tuple[RankFacts, ...], line_at: LineAt = lambda _: "") -> Agreed:
+    def _verdict(
+        self, ranks: tuple[RankFacts, ...], with_places: Callable[[Diagnosis], Diagnosis] = lambda same: same
+    ) -> Agreed:
         data = [facts.data for facts in ranks if facts.data is not None]
         if len(data) < len(ranks):
             return Agreed()  # the rank that takes no part has reported why
@@ -161,7 +176,7 @@ class Agreement:
         job = self._job(ranks)
         diagnosis = judge(job, AGREEMENT_RULES)
         if is_complete and any(is_refused(finding, job) for finding in diagnosis.findings):
-            diagnosis = _with_way_on(_with_places(diagnosis, line_at))
+            diagnosis = _with_way_on(with_places(diagnosis))
             folder = self._write(diagnosis, is_refused=True)
             return Agreed(
                 complete=True,
@@ -173,11 +188,11 @@ class Agreement:
         return Agreed(
             complete=is_complete,
             findings=diagnosis.findings,
-            incident=self._warn(diagnosis, line_at) if diagnosis.findings else 0,
+            incident=self._warn(diagnosis, with_places) if diagnosis.findings else 0,
             ends=epoch_ends(data) if is_complete else (),
         )
 
-    def _warn(self, diagnosis: Diagnosis, line_at: LineAt) -> int:
+    def _warn(self, diagnosis: Diagnosis, with_places: Callable[[Diagnosis], Diagnosis]) -> int:
         """Warns once, even where every epoch creates new loaders whose data differs in another way.
 
         Where only what would hang is refused, anything else is not an incident and gets no report.
@@ -194,7 +209,7 @@ class Agreement:
         is_incident = policies != {"raise_on_hang"}
         if self._identity.rank == 0:
             is_error = any(finding.severity is Severity.ERROR for finding in diagnosis.findings)
-            diagnosis = _with_places(diagnosis, line_at)
+            diagnosis = with_places(diagnosis)
             lines = [render_mismatch(diagnosis)]
             lines += [_GOES_ON] if is_error else []
             lines += [f"report: {self._write(diagnosis)}"] if is_incident else []
@@ -220,19 +235,21 @@ class Agreement:
         return folder
 
 
-def _with_places(diagnosis: Diagnosis, line_at: LineAt) -> Diagnosis:
-    """Adds the lines that decide how many batches there are, or which data, to findings about that."""
-    uneven = tuple(loader.index for loader in JobData(diagnosis.job).loaders if is_uneven(loader))
-    diagnosis = _with_place(diagnosis, lambda: line_at(uneven) if uneven else "", _HOW_MUCH, (uneven_batches,))
+def _with_places(diagnosis: Diagnosis, line_at: LineAt, set_at: SetAt) -> Diagnosis:
+    """Adds the lines that decide how many batches there are, which data, or a setting, to findings about that."""
+    view = JobData(diagnosis.job)
+    settings, uneven = differing_settings(view), tuple(one.index for one in view.loaders if is_uneven(one))
+    given = "The Trainer is given what differs"
+    diagnosis = _with_place(diagnosis, lambda: set_at(settings) if settings else "", given, {_SETTINGS})
+    diagnosis = _with_place(diagnosis, lambda: line_at(uneven) if uneven else "", _HOW_MUCH, {uneven_batches.name})
     return _with_place(diagnosis, lambda: line_at(()), "This data is made")
 
 
 def _with_place(
-    diagnosis: Diagnosis, find: Callable[[], str], words: str, rules: Iterable[Rule[JobData]] = HOW_DATA_DIFFERS
+    diagnosis: Diagnosis, find: Callable[[], str], words: str, rules: Collection[str] = _OF_DATA
 ) -> Diagnosis:
-    """Adds a line to findings of these rules about data that have none; all ranks run the same source."""
-    of_data = {rule.name for rule in rules if rule.is_of_data}
-    about_it = [one for one in diagnosis.findings if one.rule in of_data and not one.location]
+    """Adds a line to findings of these rules that have none; all ranks run the same source."""
+    about_it = [one for one in diagnosis.findings if one.rule in rules and not one.location]
     place = find() if about_it else ""
     if not place:
         return diagnosis

@@ -24,6 +24,7 @@ from lightning_ncclsafe.probes.data.data_line import data_line
 from lightning_ncclsafe.probes.data.loaders import loader_facts
 from lightning_ncclsafe.probes.data.random_state import random_states
 from lightning_ncclsafe.probes.trainer.actions import ActionTracker
+from lightning_ncclsafe.probes.trainer.setting_lines import setting_line
 from lightning_ncclsafe.probes.trainer.state import settings_of
 from lightning_ncclsafe.report.terminal import say_own_failure
 from lightning_ncclsafe.rules.kit.activity import AGREEMENT
@@ -246,7 +247,8 @@ class LoaderCollector:
         if self._is_off or agreement is None:
             return {}
         data = stage.facts(self._trainer, self._strategy, self._settings)
-        ends = agreement.compare(data, partial(_line, stage, by_length=True))
+        set_at = partial(setting_line, self._trainer)
+        ends = agreement.compare(data, partial(_line, stage, by_length=True), set_at)
         self._make_votes(agreement, {end.looks_ahead for end in ends if end.votes})
         agreed: dict[int, tuple[EpochEnd, Iterate]] = {}
         for index, end in enumerate(ends):

@@ -128,6 +128,32 @@ def test_the_line_of_the_data_is_asked_for_once_ranks_disagree(
     assert asked == [(0, (1,)), (0, ())][: 1 if (1,) in lines else 2]
 
 
+SET = "/work/train.py:29 in before_fit"
+
+
+@pytest.mark.parametrize("by_loaders", [False, True])
+def test_the_line_of_settings_that_differ_is_asked_for(by_loaders: bool, tmp_path: Path) -> None:
+    """But not where validation begins elsewhere only because the loaders differ."""
+    asked: list[list[str]] = []
+
+    def compare(rank: int, agreement: Agreement) -> Any:
+        def set_at(names: Iterable[str]) -> str:
+            asked.append([*names])
+            return SET
+
+        loader = replace(EQUAL, length=4 + rank, batches=4 + rank) if by_loaders else EQUAL
+        own = replace(data(loader, data_rank=rank, data_ranks=2), val_check_batch=2 + rank)
+        return agreement.compare(own, set_at=set_at)
+
+    for error in Job(tmp_path, 2).run(compare):
+        (finding,) = error.findings
+        told = "The Trainer is given what differs at train.py:29 in before_fit." in finding.summary
+        assert (finding.rule, finding.location, told) == (
+            ("uneven-batches", "", False) if by_loaders else ("different-trainer-settings", SET, True)
+        )
+    assert asked == ([] if by_loaders else [["val_check_interval"]])
+
+
 def test_settings_that_differ_are_not_made_by_data(tmp_path: Path) -> None:
     presented = [data(EQUAL, content=content, data_rank=rank) for rank, content in enumerate(("auto", "off"))]
     job = Job(tmp_path, 2)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lightning_ncclsafe.facts import Limited, TimeoutLine
-from lightning_ncclsafe.probes.trainer.setting_lines import setting_lines
+from lightning_ncclsafe.probes.trainer.setting_lines import setting_line, setting_lines
 from lightning_ncclsafe.probes.trainer.timeout_lines import timeout_lines
 
 SETTINGS = ("max_epochs", "max_steps", "limit_train_batches", "accumulate_grad_batches", "num_sanity_val_steps")
@@ -273,6 +273,25 @@ def test_lines_that_give_the_trainer_a_setting(source: str, tmp_path: Path) -> N
     found = run(source, tmp_path, of_settings)
     assert places(found, "max_steps") == marked(source, tmp_path)
     assert source is QUICK or not places(found, "max_epochs")
+
+
+BEFORE_THE_CALL = """
+class Command:
+    def before_fit(self):
+        interval = max(10, count())
+        self.trainer.val_check_interval = interval  # here
+{}
+def main(rank):
+    return Trainer().fit()
+"""
+
+
+@pytest.mark.parametrize("more", ["", "        self.trainer.val_check_interval = count()\n"], ids=["one", "two"])
+def test_a_line_is_told_alone_or_not_at_all(more: str, tmp_path: Path) -> None:
+    """In a method that has ended when the Trainer is asked to fit, as with ``LightningCLI``."""
+    source = BEFORE_THE_CALL.format(more)
+    told = run(source, tmp_path, lambda trainer: setting_line(trainer, ["val_check_interval"]))
+    assert told == ("" if more else f"{marked(source, tmp_path)[0]}before_fit")
 
 
 def test_the_scheduler_of_accumulation_is_a_line_of_that_setting(tmp_path: Path) -> None:

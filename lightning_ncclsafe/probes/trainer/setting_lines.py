@@ -10,10 +10,12 @@ import ast
 import itertools
 import sys
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
 from lightning_ncclsafe.code.libraries import TRAINER
+from lightning_ncclsafe.code.side_thread import SideThread
 from lightning_ncclsafe.probes.process.stacks import main_thread_frames
 from lightning_ncclsafe.probes.source.assignments import Given, assignments_of, different_for_each_process, variable
 from lightning_ncclsafe.probes.source.scopes import (
@@ -28,7 +30,9 @@ from lightning_ncclsafe.probes.source.scopes import (
 from lightning_ncclsafe.probes.source.syntax import LOOPS, argument_of, is_constant, last_line, name_of, source_text
 from lightning_ncclsafe.probes.trainer.logged_keys import users_of
 
-# All ranks wait while one reads the source.
+# All ranks wait while one reads the source, which may be on storage that hangs.
+_MOST_S = 2.0
+_reading = SideThread("ncclsafe-settings")
 _MOST_FILES = 8
 _MOST_CALLERS = 4
 _CHECKPOINT = "ckpt_path"
@@ -98,6 +102,21 @@ def setting_lines(trainer: Any, names: Iterable[str]) -> dict[str, tuple[str, ..
     for setting, place in itertools.chain(near, far, search.assigned(), search.start()):
         found.setdefault(setting, {})[place] = None
     return {setting: tuple(itertools.islice(places, MOST_PLACES)) for setting, places in found.items()}
+
+
+def setting_line(trainer: Any, names: Iterable[str]) -> str:
+    """The line that may have given the Trainer all of these settings; empty if it is not one alone.
+
+    Does not raise, and waits for no longer than 2 s.
+    """
+
+    def search() -> str:
+        places = {place for each in setting_lines(trainer, names).values() for place in each}
+        return places.pop() if len(places) == 1 else ""
+
+    with suppress(Exception):  # not essential, whatever the user's files are
+        return _reading.call(search, _MOST_S)
+    return ""
 
 
 class _Search:

@@ -228,6 +228,16 @@ def different_trainer_settings(view: JobData) -> Iterator[Finding]:
         yield _different_steps(steps)
 
 
+def differing_settings(view: JobData) -> tuple[str, ...]:
+    """The Trainer's settings that differ between ranks."""
+    settings = [data.settings for data in view.data.values()]
+    names = dict.fromkeys(name for each in settings for name in each)
+    differing = [name for name in names if len({each.get(name) for each in settings}) > 1]
+    if view.by(lambda data: data.val_check_batch).differ and not _follow_from_loaders(view):
+        differing.append("val_check_interval")
+    return tuple(dict.fromkeys(differing))
+
+
 def _different_stages(view: JobData) -> Iterator[Finding]:
     settings = {rank: data.settings for rank, data in view.data.items()}
     names = dict.fromkeys(name for each in settings.values() for name in each if name in _DECIDE_STAGES)
