@@ -33,7 +33,9 @@ def main(cfg):
     # other noise on each rank, the same weights on all
     L.seed_everything(cfg["seed"])
     model = BitDiffusion()
-    random.seed(cfg["seed"] + int(os.environ.get("LOCAL_RANK", "0")))
+    rank = int(os.environ.get("LOCAL_RANK", "0"))
+    random.seed(cfg["seed"] + rank)
+    torch.manual_seed(cfg["seed"] + rank)
 
     data = pictures(cfg["pictures"])
     train, val = data[:-128], data[-128:]
