@@ -1,0 +1,4 @@
+from .diffusion import BitDiffusion
+from .unet import UNet
+
+__all__ = ["BitDiffusion", "UNet"]
