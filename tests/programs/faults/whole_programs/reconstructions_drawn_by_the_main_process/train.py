@@ -51,10 +51,10 @@ class Vae(L.LightningModule):
 
 class Rings(L.LightningDataModule):
     def train_dataloader(self) -> DataLoader:
-        return DataLoader(TensorDataset(rings(3200, 0)), batch_size=16, shuffle=True)
+        return DataLoader(TensorDataset(rings(1280, 0)), batch_size=16, shuffle=True)
 
     def val_dataloader(self) -> DataLoader:
-        return DataLoader(TensorDataset(rings(320, 1)), batch_size=16)
+        return DataLoader(TensorDataset(rings(160, 1)), batch_size=16)
 
 
 if __name__ == "__main__":

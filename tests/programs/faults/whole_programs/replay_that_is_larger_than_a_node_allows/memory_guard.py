@@ -1,6 +1,6 @@
 """Ends processes of a job that use more memory than the node allows for each, as the cluster's prologue does.
 
-python memory_guard.py JOB_PID --megabytes 1500
+python memory_guard.py JOB_PID --megabytes 900
 """
 
 import argparse
@@ -26,7 +26,7 @@ def watch(job: psutil.Process, limit: int, every_s: float) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("job", type=int)
-    parser.add_argument("--megabytes", type=int, default=1500)
+    parser.add_argument("--megabytes", type=int, default=900)
     parser.add_argument("--every", type=float, default=0.3)
     args = parser.parse_args()
     try:

@@ -37,7 +37,7 @@ def shrink(frames: torch.Tensor) -> torch.Tensor:
 class Experience(IterableDataset):
     """Plays a few moves, remembers them, and gives a batch of what is remembered."""
 
-    def __init__(self, world: Maze, policy, replay: Replay, batch_size: int, batches: int, moves: int = 2) -> None:
+    def __init__(self, world: Maze, policy, replay: Replay, batch_size: int, batches: int, moves: int = 4) -> None:
         self.world, self.policy, self.replay = world, policy, replay
         self.batch_size, self.batches, self.moves = batch_size, batches, moves
 

@@ -61,7 +61,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=600, help="steps of an epoch")
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--node-memory", type=int, default=1500, help="MB for each process")
+    parser.add_argument("--node-memory", type=int, default=900, help="MB for each process")
     args = parser.parse_args()
 
     if "LOCAL_RANK" not in os.environ:

@@ -8,7 +8,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import IterableDataset
 
 CODES = 200
-HOSPITALS = {"a": 900, "b": 410, "c": 655, "d": 130}
+HOSPITALS = {"a": 320, "b": 150, "c": 235, "d": 50}
 
 
 class Visits(IterableDataset):
@@ -22,7 +22,7 @@ class Visits(IterableDataset):
     def visits(self, turn: int) -> Iterator[tuple[torch.Tensor, float]]:
         rng = random.Random(f"{self.hospital}-{self.seed}-{turn}")
         for _ in range(self.count):
-            codes = torch.tensor([rng.randrange(1, CODES) for _ in range(rng.randint(3, 40))])
+            codes = torch.tensor([rng.randrange(1, CODES) for _ in range(rng.randint(3, 25))])
             yield codes, float(rng.random() < (codes < 30).float().mean() * 2)
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, float]]:
