@@ -15,7 +15,7 @@ def paint(index: int) -> Image.Image:
     """A scene of fields or of a town; every third one in the sensor's full resolution."""
     rng = np.random.default_rng(index)
     cells = rng.integers(0, 255, (4, 4, 3) if index % 2 else (24, 24, 3), dtype=np.uint8)
-    side = 1200 if index % 3 == 1 else 720
+    side = 1000 if index % 3 == 1 else 600
     return Image.fromarray(cells).resize((side, side), Image.Resampling.NEAREST)
 
 
