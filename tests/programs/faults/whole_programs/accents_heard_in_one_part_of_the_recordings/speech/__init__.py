@@ -1,0 +1,3 @@
+"""Keyword spotting on filter banks."""
+
+ACCENTS = ("american", "british", "indian", "scottish")
