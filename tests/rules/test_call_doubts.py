@@ -378,6 +378,30 @@ def test_a_rank_aborted_while_it_reduces_a_logged_value_has_logged_an_uncommon_k
     assert f"rank 1 has never logged {key.name!r}." in finding.summary
 
 
+@pytest.mark.parametrize("lines", [(38, 38), (38, 40)], ids=["one line", "two lines"])
+def test_a_line_that_logs_several_keys_is_what_differs_if_no_key_is_known(lines: tuple[int, int]) -> None:
+    """``self.log(f"val_error/{accent}", …)`` under a condition: only the aborted rank knows what else it has logged."""
+    logged = (
+        LoggedKey(name=f"val_error/{name}", hook="validation_step", place=f"train.py:{line} in validation_step")
+        for name, line in zip(("british", "indian"), lines, strict=True)
+    )
+    aborted = _ended_while_it_reduced(EVALUATION, unlogged=())
+    (left,) = aborted.ranks
+    steps = replace(left.steps, logged=tuple(logged))
+    finding = first(replace(aborted, ranks=(replace(left, steps=steps),)))
+    assert (finding.rule == "diverged-log-keys") is (lines == (38, 38))
+    if finding.rule == "diverged-log-keys":
+        assert (finding.ranks, finding.location) == ((0,), "train.py:38 in validation_step")
+        assert finding.summary.startswith(
+            "Rank 0 was reducing a logged value between ranks, which rank 1 was not: the keys that train.py:38 in "
+            "validation_step logs probably differ between ranks."
+        )
+        assert left.exception is not None
+        stack = (RUN, EVALUATION, *left.stack[1:])
+        validates = replace(left, steps=steps, stack=stack, exception=replace(left.exception, stack=stack))
+        assert first(replace(aborted, ranks=(validates,))).rule != "diverged-log-keys", "it may have had fewer batches"
+
+
 def test_of_ranks_that_outlive_an_aborted_one_that_reduced_with_them_the_keys_are_compared() -> None:
     """As recorded: rank 1 lacks a key whose name the source does not show; rank 0 aborts, and rank 2 loses it."""
     sync = Frame(file=f"{SITE}/lightning/fabric/utilities/distributed.py", line=214, function="_sync_ddp")

@@ -269,6 +269,16 @@ def test_a_process_that_has_used_up_its_cpu_time_has_not_crashed() -> None:
         assert finding.plan is Plan.UNKNOWN
 
 
+def test_a_process_with_a_bus_error_has_lost_a_page_of_a_mapped_file() -> None:
+    facts = machine_scenes.queue_that_nobody_fills(GLOO)
+    of_file = (EndedProcess(pid=4711, signal="SIGBUS"),)
+    ranks = tuple(machine_scenes.with_machine(one, ended=of_file) if one.machine.ended else one for one in facts.ranks)
+    worker = judge(replace(facts, ranks=ranks)).findings[0]
+    assert worker.rule == "worker-died"
+    for finding in (worker, ended({"ended_by": "SIGBUS"})):
+        assert "rename it (os.replace)" in finding.remedy and "native code" not in finding.remedy
+
+
 @pytest.mark.parametrize(
     ("below", "is_passed"),
     [

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from lightning_ncclsafe.code.libraries import CTYPES
 from lightning_ncclsafe.facts import Frame, LastSeen, Phase, ProcessFacts, RankFacts
 from lightning_ncclsafe.rules.kit import (
+    REMEDY_MAPPED_FILE,
     Confidence,
     Evidence,
     ExitCalls,
@@ -96,11 +97,7 @@ _REMEDY_ADDRESS = (
     "line passes to it (a pointer, offset or length for ctypes, a mapped file that is shorter than expected or closed, "
     "an index or a shape that is out of range). Look also at the end of this rank's own output."
 )
-_REMEDY_BUS = (
-    "A page of a mapped file could not be read or written: the file was cut short or replaced while it was mapped "
-    "(np.memmap, torch.load(mmap=True)), its storage failed, or the file system behind it is full, such as /dev/shm. "
-    "Look at the line that the rank was in; PYTHONFAULTHANDLER=1 prints it."
-)
+_REMEDY_BUS = f"{REMEDY_MAPPED_FILE} Look at the line that the rank was in; PYTHONFAULTHANDLER=1 prints it."
 _FAULTS = {
     "SIGSEGV": "a segmentation fault",
     "SIGBUS": "a bus error",

@@ -1,5 +1,6 @@
 """The cause diverged-log-keys: ranks log different keys with self.log that are reduced between ranks."""
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -46,6 +47,7 @@ from lightning_ncclsafe.rules.kit import (
     ranks_by,
     ranks_words,
     shift,
+    short_place,
     stack_of,
     under_words,
     verb,
@@ -139,31 +141,58 @@ def _aborted(view: Timeline) -> Finding | None:
         return None
     if any(is_in(LOGGED_VALUES, stack_of(view, rank)) for rank in left):
         return None
-    unlogged = [{_named(key): key for key in view.facts[rank].steps.unlogged} for rank in left]
-    evaluates = any(is_in(EVALUATION_LOOPS, stack_of(view, rank)) for rank in ended)
-    # What was just reduced is not from a hook of the other loop.
-    others = "train" if evaluates else "validation"
-    common = [key for named, key in unlogged[0].items() if all(named in keys for keys in unlogged)]
-    common = [key for key in common if others not in key.hook]
-    if len(common) != 1:
+    place, lacks = _lacking(view, ended, left)
+    if not place:
         return None
-    (key,) = common
+    was = f"{clause(ended, 'was|were')} reducing a logged value between ranks, which {clause(left, 'was|were not')}"
     ranks = ended if len(ended) <= len(left) else left
-    text = (
-        f"{clause(ended, 'was|were')} reducing a logged value between ranks, which {clause(left, 'was|were not')}: of "
-        f"the keys that {key.hook} logs with sync_dist=True, {clause(left, 'has|have never logged')} {key.name!r}"
-    )
     gone = f"{capitalised(aborted_words(view, ended))}, {gloo_abort_words(view, ended)}."
     return finding(
         view,
         ranks,
-        joined((f"{text}.", gone)),
+        joined((f"{was}: {lacks}.", gone)),
         severity=Severity.ERROR,
         confidence=Confidence.LIKELY,
-        location=key.place,
+        location=place,
         evidence=(*ended_process_evidence(view, ended), *_key_evidence(view), *where_evidence(view, left)),
         remedy=_REMEDY,
     )
+
+
+def _lacking(view: Timeline, ended: tuple[int, ...], left: tuple[int, ...]) -> tuple[str, str]:
+    """The line that logs what ranks lack, and in words what that is: one key, or some of those of one line.
+
+    Both are empty if that is unknown.
+    """
+    unlogged = [{_named(key): key for key in view.facts[rank].steps.unlogged} for rank in left]
+    evaluates = _any_evaluates(view, ended)
+    # What was just reduced is not from a hook of the other loop.
+    others = "train" if evaluates else "validation"
+    common = [key for named, key in unlogged[0].items() if all(named in keys for keys in unlogged)]
+    common = [key for key in common if others not in key.hook]
+    if len(common) == 1:
+        (key,) = common
+        never = f"{clause(left, 'has|have never logged')} {key.name!r}"
+        return key.place, f"of the keys that {key.hook} logs with sync_dist=True, {never}"
+    many = "" if evaluates and _any_evaluates(view, left) else _line_of_many_keys(view, left, others)
+    return many, f"the keys that {short_place(many)} logs probably differ between ranks" if many else ""
+
+
+def _any_evaluates(view: Timeline, ranks: tuple[int, ...]) -> bool:
+    """Whether one of these ranks is still in an evaluation: then it may have had another number of batches."""
+    return any(is_in(EVALUATION_LOOPS, stack_of(view, rank)) for rank in ranks)
+
+
+def _line_of_many_keys(view: Timeline, ranks: tuple[int, ...], others: str) -> str:
+    """The only line that has logged keys of several names on these ranks, as in a loop; empty if it is not one alone.
+
+    Args:
+        others: What is in the name of a hook whose keys do not count.
+    """
+    logged = {key for rank in ranks for key in view.facts[rank].steps.logged if others not in key.hook}
+    names = Counter(place for place, _ in {(key.place, key.name) for key in logged if key.place})
+    lines = [place for place, count in names.items() if count > 1]
+    return lines[0] if len(lines) == 1 else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,6 +16,7 @@ from lightning_ncclsafe.code.libraries import (
 )
 from lightning_ncclsafe.facts import EndedProcess, RankFacts
 from lightning_ncclsafe.rules.kit import (
+    REMEDY_MAPPED_FILE,
     Confidence,
     Evidence,
     ExitCalls,
@@ -60,13 +61,14 @@ _WAITS = WAITS_FOR_PROCESSES | DATALOADER
 # What a rank raises if a worker dies while it hands over a batch.
 _BROKEN = ("ConnectionResetError", "ConnectionRefusedError", "BrokenPipeError", "EOFError", "FileNotFoundError")
 _KILLS = ("SIGKILL", "Killed")
+_BUS_ERROR = ("SIGBUS", "Bus error")
 _CPU_TIME = ("SIGXCPU", "CPU time limit exceeded")
 _ENDS = ("SIGTERM", "Terminated", "SIGINT", "Interrupt", "SIGHUP", "Hangup")
 _LISTED = 8
 _RAISED = 1
 _ENDED = "exited without an error message"
 _REMEDY = (
-    "A worker killed by SIGSEGV, SIGABRT or SIGBUS failed in native code (a decoder, a library that was "
+    "A worker killed by SIGSEGV or SIGABRT failed in native code (a decoder, a library that was "
     "initialised before the fork): run with num_workers=0 to see the error, or with multiprocessing_context='spawn'."
 )
 # What has probably sent a SIGKILL, the most probable first.
@@ -96,7 +98,7 @@ _REMEDY_ENDED = (
 )
 # Of a process that is no worker of a loader.
 _REMEDY_OWN = (
-    "A process killed by SIGSEGV, SIGABRT or SIGBUS failed in native code: do its work in the rank itself to see the "
+    "A process killed by SIGSEGV or SIGABRT failed in native code: do its work in the rank itself to see the "
     "error, or start it with the method 'spawn' if a library was initialised before the fork."
 )
 _LESS_OWN = " If memory ran out, give that process less to hold."
@@ -432,6 +434,8 @@ def _why_signalled(facts: RankFacts, signal: str, *, less: str, crashed: str) ->
     """
     if signal in _CPU_TIME:
         return _REMEDY_CPU_TIME
+    if signal in _BUS_ERROR:
+        return REMEDY_MAPPED_FILE
     if _is_of_memory(facts):
         return _OF_MEMORY + less
     return _OF_ANY + less if signal in _KILLS else crashed

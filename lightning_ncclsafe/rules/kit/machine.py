@@ -74,6 +74,12 @@ _GROWS_BYTES_PER_S = 1_000_000
 _IMPORTED_BYTES = 1_000_000_000
 # Ranks wait for each other this long at a start, unless the program sets another limit: later is irrelevant.
 _SOON_S = 1800.0
+REMEDY_MAPPED_FILE = (
+    "A page of a mapped file could not be read or written: the file was cut short or replaced while it was mapped "
+    "(np.memmap, torch.load(mmap=True)), its storage failed, or the file system behind it is full, such as /dev/shm. "
+    "Write a file anew under another name, and rename it (os.replace): whoever has mapped the old one keeps that."
+)
+"""What to do about SIGBUS."""
 TOO_LITTLE_MEMORY = (
     "This host has too little memory: load the dataset lazily or memory-mapped instead of whole in every rank, use a "
     "smaller batch or fewer loader workers, and keep swap off network storage."
