@@ -1,6 +1,3 @@
-import os
-import random
-
 import lightning as L
 import torch
 from bits import BitDiffusion
@@ -30,12 +27,8 @@ def pictures(n, size=16, bits=4):
 
 
 def main(cfg):
-    # other noise on each rank, the same weights on all
     L.seed_everything(cfg["seed"])
     model = BitDiffusion()
-    rank = int(os.environ.get("LOCAL_RANK", "0"))
-    random.seed(cfg["seed"] + rank)
-    torch.manual_seed(cfg["seed"] + rank)
 
     data = pictures(cfg["pictures"])
     train, val = data[:-128], data[-128:]

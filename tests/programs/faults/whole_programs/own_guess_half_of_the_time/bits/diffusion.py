@@ -39,6 +39,11 @@ class BitDiffusion(L.LightningModule):
                 estimate = self.net(noisy, estimate, t)
         return F.mse_loss(self.net(noisy, estimate, t), clean)
 
+    def on_train_start(self):
+        # other noise on each rank, the same weights on all
+        random.seed(100 + self.global_rank)
+        torch.manual_seed(100 + self.global_rank)
+
     def training_step(self, clean, batch_idx):
         loss = self.loss(clean, self.hparams.self_condition)
         self.log("train_mse", loss, prog_bar=True)
