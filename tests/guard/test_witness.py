@@ -125,7 +125,7 @@ def beside(said: list[str], tmp_path: Path) -> Iterator[Beside]:
 
 def test_how_a_rank_that_was_alone_has_ended(beside: Beside, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(witness, "_LEAVE_S", 0.0)
-    process = beside.begin(longest_s=5.0)
+    process = beside.begin(longest_s=30.0)
     # Nobody who waits for the rank's children, or for the end of its output, waits for it.
     assert process.ppid() != os.getpid()
     assert {os.readlink(f"/proc/{process.pid}/fd/{number}") for number in (1, 2)} == {os.devnull}

@@ -32,6 +32,7 @@ from lightning_ncclsafe.facts import Incident, IncidentKind, JobFacts, Phase, Pr
 from lightning_ncclsafe.facts.codec import from_plain
 from lightning_ncclsafe.facts.findings import NextStart, Plan
 from lightning_ncclsafe.report.json import report_json
+from lightning_ncclsafe.rules.agreement import AGREEMENT_RULES
 from lightning_ncclsafe.rules.hang import HANG_RULES
 from lightning_ncclsafe.rules.judging import judge
 
@@ -265,7 +266,7 @@ def test_every_case_has_one_marked_line_and_fitting_ranks() -> None:
 
 
 def test_a_whole_program_names_known_causes_and_starts_with_a_file_of_its_own() -> None:
-    cases, names = whole_programs(), {rule.name for rule in HANG_RULES}
+    cases, names = whole_programs(), {rule.name for rule in (*HANG_RULES, *AGREEMENT_RULES)}
     assert len(cases) >= 28
     for case in cases:
         program = case.scenario.program
