@@ -530,8 +530,9 @@ def main() -> int:
     )
     parser.add_argument("--limit-s", type=float, default=1800.0, help="for the whole run (%(default)s)")
     parser.add_argument("--outside-tests-s", type=float, default=180.0, help="to import a file, to start, and to end")
-    # Three for each of CI's two cores: many tests wait for a limit, or for other processes.
-    parser.add_argument("--processes", type=int, default=6)
+    # Two for each of CI's two cores: many tests wait for a limit, or for other processes. With more of them, ranks on a
+    # slow machine get too little of a core to answer each other in time.
+    parser.add_argument("--processes", type=int, default=4)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write counts of outcomes and versions there")
     options, arguments = parser.parse_known_args()
     options.arguments = [argument for argument in arguments if argument != "--"]

@@ -209,7 +209,7 @@ def end_at_limit(harms: Sequence[Harm], folder: Path) -> Ended:
             harms[rank - 1](folders[rank - 1])
 
     # A busy machine takes its time until so many ranks have met, and they have to before the limit.
-    ranks = run_ranks(len(harms) + 2, body, folder, timeout_s=6, patience_s=30, write_logs=write_logs)
+    ranks = run_ranks(len(harms) + 2, body, folder, timeout_s=12, patience_s=30, write_logs=write_logs)
     lasts = [checkpoints / "last.ckpt" for checkpoints in folders]
     return Ended(
         ranks,
