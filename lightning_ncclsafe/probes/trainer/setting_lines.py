@@ -32,7 +32,7 @@ from lightning_ncclsafe.probes.trainer.logged_keys import users_of
 
 # All ranks wait while one reads the source, which may be on storage that hangs.
 _MOST_S = 2.0
-_reading = SideThread("ncclsafe-settings")
+_reading = SideThread("ncclsafe-source")
 _MOST_FILES = 8
 _MOST_CALLERS = 4
 _CHECKPOINT = "ckpt_path"

@@ -13,9 +13,9 @@ from typing import Any
 from scores import Score, planned, score_fault
 from truths import Case, Moment, Scenario
 
-from lightning_ncclsafe.facts import JobFacts
+from lightning_ncclsafe.facts import IncidentKind, JobFacts
 from lightning_ncclsafe.facts.codec import from_plain, to_plain
-from lightning_ncclsafe.report.json import report_json
+from lightning_ncclsafe.report.json import read_report, report_json
 from lightning_ncclsafe.rules.judging import judge
 
 RECORDINGS = Path(__file__).with_name("recordings")
@@ -51,6 +51,18 @@ def score_recording(case: Case) -> Score:
     """What the rules make of a file, beside its truth."""
     file = json.loads((RECORDINGS / f"{case.scenario.name}.json").read_text())
     diagnosis = judge(from_plain(JobFacts, file["job"]))
+    report = json.loads(report_json(diagnosis))
+    return score_fault(case, report, why_none="no finding", start=planned(report))
+
+
+def score_report(case: Case, path: Path) -> Score:
+    """What today's rules make of the facts in a case's report, beside its truth.
+
+    Of what ranks agree on before they train, it is what the report says: lines were searched for when it was written.
+    """
+    diagnosis = read_report(path.read_bytes())
+    if diagnosis.job.incident.kind not in (IncidentKind.DATA, IncidentKind.PREFLIGHT):
+        diagnosis = judge(diagnosis.job)
     report = json.loads(report_json(diagnosis))
     return score_fault(case, report, why_none="no finding", start=planned(report))
 

@@ -17,7 +17,7 @@ FOLDER = Path(__file__).resolve().parent
 sys.path[:0] = [str(FOLDER.parents[1]), str(FOLDER)]
 
 from catalogue import CASES  # noqa: E402
-from recorded import recorded_cases, score_recording  # noqa: E402
+from recorded import recorded_cases, score_recording, score_report  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 from running import LAUNCHERS, SUSPECT_AFTER_S, Outcome, run_case  # noqa: E402
@@ -98,6 +98,12 @@ def _keep(outcome: Outcome, path: Path) -> None:
     path.with_suffix(".log").write_text(outcome.output)
     if outcome.report is not None:
         path.with_suffix(".json").write_text(json.dumps(outcome.report))
+
+
+def judged_anew(cases: Iterable[Case], folder: Path) -> Iterator[Score]:
+    """The scores of the faults of which a report has been kept there."""
+    kept = ((case, folder / f"{case.name}.json") for case in cases if not case.is_healthy)
+    return (score_report(case, path) for case, path in kept if path.exists())
 
 
 def scored(cases: Iterable[Case], how: Options, at_once: int) -> Iterator[Score]:
@@ -205,6 +211,8 @@ def parse_options() -> argparse.Namespace:
     defaults = "Trainers have a logger, checkpoints, a progress bar and a sanity check"
     parser.add_argument("--trainer-defaults", action="store_true", help=defaults)
     parser.add_argument("--reports", type=Path, metavar="FOLDER", help="keep each case's report and output there")
+    again = "run nothing: judge the reports anew that --reports has kept there, of those faults that have one"
+    parser.add_argument("--judge", type=Path, metavar="FOLDER", help=again)
     parser.add_argument("--at-once", type=int, default=AT_ONCE, help="cases that run at a time (default: %(default)s)")
     parser.add_argument("--repeat", type=int, default=1, help="how often each training is run (default: 1)")
     return parser.parse_args()
@@ -218,7 +226,6 @@ def main() -> None:
         cases = [case for case in cases if case.scenario.source]
     recorded = [case for case in cases if case.scenario.needs == "recording"]
     trainings = [case for case in cases if case not in recorded for _ in range(options.repeat)]
-    found = [score_recording(case) for case in recorded]
     scores = []
     how = Options(
         strategy=options.strategy,
@@ -229,7 +236,8 @@ def main() -> None:
         has_defaults=options.trainer_defaults,
         reports=options.reports,
     )
-    for score in chain(found, scored(trainings, how, options.at_once)):
+    run = chain(map(score_recording, recorded), scored(trainings, how, options.at_once))
+    for score in run if options.judge is None else judged_anew(cases, options.judge):
         scores.append(score)
         if not score.is_right:
             console.print(line_of(score), markup=False, highlight=False, soft_wrap=True)

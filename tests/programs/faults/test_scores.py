@@ -30,7 +30,7 @@ from whole_programs import whole_programs
 
 from lightning_ncclsafe.facts import Incident, IncidentKind, JobFacts, Phase, ProcessFacts, Progress, RankFacts
 from lightning_ncclsafe.facts.codec import from_plain
-from lightning_ncclsafe.facts.findings import NextStart, Plan
+from lightning_ncclsafe.facts.findings import Diagnosis, NextStart, Plan
 from lightning_ncclsafe.report.json import report_json
 from lightning_ncclsafe.rules.agreement import AGREEMENT_RULES
 from lightning_ncclsafe.rules.hang import HANG_RULES
@@ -378,6 +378,17 @@ def test_the_report_and_the_output_of_a_case_are_kept(tmp_path: Path, monkeypatc
     log, kept = folder / f"{CASE.name}.log", folder / f"{CASE.name}.json"
     assert {*folder.iterdir()} == {log, kept}
     assert (log.read_text(), json.loads(kept.read_text())) == (outcome.output, outcome.report)
+
+
+def test_a_kept_report_is_judged_anew_but_for_what_ranks_agree_on(tmp_path: Path) -> None:
+    case = recorded.recorded_cases()[0]
+    file = json.loads((recorded.RECORDINGS / f"{case.scenario.name}.json").read_text())
+    job, path = from_plain(JobFacts, file["job"]), tmp_path / "kept.json"
+    path.write_bytes(report_json(Diagnosis(job=job, findings=())))
+    assert recorded.score_report(case, path) == recorded.score_recording(case)
+    agreed = replace(job, incident=replace(job.incident, kind=IncidentKind.DATA))
+    path.write_bytes(report_json(Diagnosis(job=agreed, findings=())))
+    assert recorded.score_report(case, path).answer == "no finding"
 
 
 def test_without_a_report_only_the_output_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
