@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch.distributed as dist
+from own_threads import join_own_threads
 from polling import until
 from witnesses import STARTS_S, attending, witnesses
 
@@ -121,6 +122,8 @@ def beside(said: list[str], tmp_path: Path) -> Iterator[Beside]:
     made.rank.wait()
     for one in witnesses():
         one.kill()
+    made.exchange.close()
+    join_own_threads("store")
 
 
 def test_how_a_rank_that_was_alone_has_ended(beside: Beside, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,6 +197,7 @@ def test_a_call_within_a_call_ends_before_it_and_both_before_the_next_start(besi
     assert beside.begin("job/1") == process
     assert beside.ask(0, SUSPECT).state == "sleeping"
     beside.end()
+    beside.exchange.close()
     beside.exchange.close()
     beside.exchange, beside.end = before, outer
     assert beside.ask(0, SUSPECT).state == "sleeping"
