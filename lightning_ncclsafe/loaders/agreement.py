@@ -39,7 +39,6 @@ LineAt = Callable[[tuple[int, ...]], str]
 SetAt = Callable[[Iterable[str]], str]
 
 _OF_DATA = {rule.name for rule in HOW_DATA_DIFFERS if rule.is_of_data}
-_SETTINGS = different_trainer_settings.name
 _HOW_MUCH = "How much of this data a rank has is decided"
 _GOES_ON = 'Training continues; DatasetAgreement(on_mismatch="raise") would refuse to start.'
 
@@ -239,8 +238,8 @@ def _with_places(diagnosis: Diagnosis, line_at: LineAt, set_at: SetAt) -> Diagno
     """Adds the lines that decide how many batches there are, which data, or a setting, to findings about that."""
     view = JobData(diagnosis.job)
     settings, uneven = differing_settings(view), tuple(one.index for one in view.loaders if is_uneven(one))
-    given = "The Trainer is given what differs"
-    diagnosis = _with_place(diagnosis, lambda: set_at(settings) if settings else "", given, {_SETTINGS})
+    of_settings = {different_trainer_settings.name}
+    diagnosis = _with_place(diagnosis, lambda: set_at(settings) if settings else "", "This value is set", of_settings)
     diagnosis = _with_place(diagnosis, lambda: line_at(uneven) if uneven else "", _HOW_MUCH, {uneven_batches.name})
     return _with_place(diagnosis, lambda: line_at(()), "This data is made")
 

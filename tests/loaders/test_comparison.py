@@ -147,7 +147,7 @@ def test_the_line_of_settings_that_differ_is_asked_for(by_loaders: bool, tmp_pat
 
     for error in Job(tmp_path, 2).run(compare):
         (finding,) = error.findings
-        told = "The Trainer is given what differs at train.py:29 in before_fit." in finding.summary
+        told = "This value is set at train.py:29 in before_fit." in finding.summary
         assert (finding.rule, finding.location, told) == (
             ("uneven-batches", "", False) if by_loaders else ("different-trainer-settings", SET, True)
         )

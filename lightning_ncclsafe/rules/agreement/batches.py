@@ -223,8 +223,7 @@ def different_trainer_settings(view: JobData) -> Iterator[Finding]:
     for loader in view.loaders if not view.runs_independently else ():
         if _is_limited(loader):
             yield _different_limits(view, loader)
-    steps = view.by(lambda data: data.val_check_batch)
-    if view.stage == TRAIN and steps.differ and not _follow_from_loaders(view):
+    if (steps := _differing_steps(view)) is not None:
         yield _different_steps(steps)
 
 
@@ -233,7 +232,7 @@ def differing_settings(view: JobData) -> tuple[str, ...]:
     settings = [data.settings for data in view.data.values()]
     names = dict.fromkeys(name for each in settings for name in each)
     differing = [name for name in names if len({each.get(name) for each in settings}) > 1]
-    if view.by(lambda data: data.val_check_batch).differ and not _follow_from_loaders(view):
+    if _differing_steps(view) is not None:
         differing.append("val_check_interval")
     return tuple(dict.fromkeys(differing))
 
@@ -272,6 +271,12 @@ def _different_limits(view: JobData, loader: JobLoader) -> Finding:
         f"The Trainer's {_limit_name(loader)} is {spread_words(_limits(loader))} (fast_dev_run and overfit_batches "
         f"set it, too), so the {loader.name} would end after {spread_words(loader.batches, _BATCHES)}.",
     )
+
+
+def _differing_steps(view: JobData) -> Groups[int | None] | None:
+    """After how many batches each rank validates, if that differs by itself."""
+    steps = view.by(lambda data: data.val_check_batch)
+    return steps if view.stage == TRAIN and steps.differ and not _follow_from_loaders(view) else None
 
 
 def _follow_from_loaders(view: JobData) -> bool:
