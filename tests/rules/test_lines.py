@@ -6,12 +6,14 @@ call that all have made. In several functions, in the order of their lines from 
 
 import ast
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from textwrap import dedent
 
 import pytest
-from builders import EPOCH_END, GLOO, MAIN, RUN, SITE, TRAINING_STEP, USER_FILE, job, user
+from builders import EPOCH_END, GLOO, MAIN, RUN, SITE, TRAINING_STEP, USER_FILE, Backend, job, user
 from judged import first
+from scenes import decorated_callback, hook_that_others_left, rank_zero_evaluates
 from test_shifts import of
 
 from lightning_ncclsafe.facts import (
@@ -29,6 +31,7 @@ from lightning_ncclsafe.facts import (
 )
 from lightning_ncclsafe.facts.findings import Confidence
 from lightning_ncclsafe.probes.source.control_flow import ControlFlow
+from lightning_ncclsafe.rules.kit import finding
 from lightning_ncclsafe.rules.kit.frames import is_in_loop_below, loop_left
 from lightning_ncclsafe.rules.kit.shifts import shift
 from lightning_ncclsafe.rules.kit.timeline import timeline
@@ -844,3 +847,23 @@ def test_a_rank_in_a_later_batch_has_left_the_function_of_the_call(
     bare = job(*(replace(one, collectives=()) for one in (there, here)), world=2)
     found = decision(timeline(bare), f"{FILE}:40 in step")
     assert (found.decided_at if found is not None else "") == decided_at
+
+
+@pytest.mark.parametrize(
+    ("build", "decided_at"),
+    [
+        pytest.param(rank_zero_evaluates, f"{FILE}:70 in evaluate", id="of the function"),
+        pytest.param(decorated_callback, "", id="a decorator has no line"),
+        pytest.param(hook_that_others_left, "", id="without a condition"),
+    ],
+)
+def test_where_a_condition_on_the_rank_is(build: Callable[[Backend], JobFacts], decided_at: str) -> None:
+    finding = first(build(GLOO))
+    assert (finding.rule, finding.decided_at) == ("rank-zero-only-work", decided_at)
+
+
+def test_a_condition_below_the_line_that_is_named_is_not_around_it() -> None:
+    inside = user("evaluate", 73, condition="if rank == 0:  (line 70)")
+    view = timeline(job(GLOO.working(0, user("step", 9), inside, seq=60), GLOO.waiting(1, seq=61)))
+    outer, inner = (finding(view, (0,), "", location=f"{FILE}:{place}") for place in ("9 in step", "73 in evaluate"))
+    assert (outer.decided_at, inner.decided_at) == ("", f"{FILE}:70 in evaluate")

@@ -19,16 +19,17 @@ from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding, Sev
 from lightning_ncclsafe.rules.kit.activity import has_no_trainer
 from lightning_ncclsafe.rules.kit.exception_messages import has_given_up
 from lightning_ncclsafe.rules.kit.frames import deepest_user_frame, first_user_frame, inside_trainer, outside_compiler
-from lightning_ncclsafe.rules.kit.landmarks import Kind
+from lightning_ncclsafe.rules.kit.landmarks import Kind, condition_around
 from lightning_ncclsafe.rules.kit.machine import Wait, wait_of
 from lightning_ncclsafe.rules.kit.purpose import begins_another_forward, purpose_words
 from lightning_ncclsafe.rules.kit.rule import at_most_likely, once
-from lightning_ncclsafe.rules.kit.timeline import Timeline
+from lightning_ncclsafe.rules.kit.timeline import Timeline, stack_of
 from lightning_ncclsafe.rules.kit.wording import (
     at_words,
     capitalised,
     clause,
     collective_words,
+    condition_place,
     counted,
     duration_words,
     group_words,
@@ -61,7 +62,7 @@ def finding(
     confidence: Confidence = Confidence.LIKELY,
     severity: Severity | None = None,
     location: str | None = None,
-    decided_at: str = "",
+    decided_at: str | None = None,
     evidence: Iterable[Evidence] | None = None,
     remedy: str = "",
 ) -> Finding:
@@ -73,19 +74,21 @@ def finding(
         confidence: How sure this is.
         severity: How bad it is; by default a warning as long as the run may go on, an error once its time is up.
         location: Where to look; by default the user's line that the first of these ranks is at.
-        decided_at: The branch that may have led ranks to that line or around it, if known.
+        decided_at: The branch that may have led ranks to that line or around it; by default the condition on the rank
+            around it.
         evidence: How we know; by default stack, phase and recorder.
         remedy: What to do, if that depends on the facts.
     """
     is_over = view.job.incident.kind in (IncidentKind.TIMEOUT, IncidentKind.RECORDED)
+    location = user_location(view, ranks) if location is None else location
     return Finding(
         rule="",
         severity=severity or (Severity.ERROR if is_over else Severity.WARNING),
         confidence=confidence,
         summary=capitalised(summary),
         ranks=ranks,
-        location=user_location(view, ranks) if location is None else location,
-        decided_at=decided_at,
+        location=location,
+        decided_at=_conditioned_at(view, ranks, location) if decided_at is None else decided_at,
         evidence=how_we_know(view, ranks) if evidence is None else tuple(evidence),
         remedy=remedy,
     )
@@ -239,6 +242,13 @@ def user_location(view: Timeline, ranks: Iterable[int]) -> str:
     """
     stacks = (outside_compiler(inside_trainer(view.facts[rank].stack)) for rank in ranks if rank in view.facts)
     return location_of(first_user_frame(stacks))
+
+
+def _conditioned_at(view: Timeline, ranks: Iterable[int], location: str) -> str:
+    """Where the condition on the rank around this line is, if the first of these ranks with a stack is there."""
+    stack = next(filter(None, (stack_of(view, rank) for rank in ranks)), ())
+    to_line = next((stack[: depth + 1] for depth, frame in enumerate(stack) if location_of(frame) == location), ())
+    return condition_place(*condition_around(to_line))
 
 
 def stack_evidence(view: Timeline, ranks: Iterable[int]) -> list[Evidence]:

@@ -164,7 +164,7 @@ def with_decision(view: Timeline, finding: Finding) -> Finding:
     finding = replace(
         finding,
         summary=joined((finding.summary, deciding.words())),
-        decided_at=deciding.decided_at,
+        decided_at=deciding.decided_at or finding.decided_at,
         evidence=(*finding.evidence, *deciding.evidence()),
     )
     # Nobody wrote that call: what is to be looked at is how often the model is run.

@@ -101,6 +101,12 @@ def encloses_words(condition: str, frame: Frame | None) -> str:
     return f"{condition_words(condition)} encloses {location_of(frame)}."
 
 
+def condition_place(condition: str, frame: Frame | None) -> str:
+    """``"path:line in function"`` of a condition on the rank around a frame; empty for a decorator, and without one."""
+    _, is_numbered, line = condition.rpartition("(line ")
+    return f"{frame.file}:{line[:-1]} in {frame.function}" if frame is not None and is_numbered else ""
+
+
 def _jump_of(condition: str) -> tuple[str, str]:
     """The jump past which a line is, and the condition of that jump; empty if it is not past one."""
     if not condition.startswith(PAST):
