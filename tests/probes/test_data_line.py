@@ -636,6 +636,23 @@ def test_a_function_that_chooses_is_followed() -> None:
     assert told(DataLoader(data)) == place(name, "share")  # type: ignore[arg-type]
 
 
+def shuffle(rows: list[str]) -> list[str]:
+    return rows[::-1]
+
+
+def test_what_only_puts_the_data_in_an_order_does_not_decide_how_much_there_is() -> None:
+    rows = [row for row in read("rows") if row]  # <- taken
+    data = shuffle(rows)
+    test = "test_what_only_puts_the_data_in_an_order_does_not_decide_how_much_there_is"
+    assert told(DataLoader(data)) == place("taken", test)  # type: ignore[arg-type]
+
+
+def test_a_slice_of_an_order_decides() -> None:
+    rows = [row for row in read("rows") if row]
+    data = sorted(rows)[:1]  # <- sliced
+    assert told(DataLoader(data)) == place("sliced", "test_a_slice_of_an_order_decides")  # type: ignore[arg-type]
+
+
 def test_a_loader_made_anew_is_known_by_its_dataset() -> None:
     loader = DataLoader(share(), batch_size=2)  # type: ignore[arg-type]
     assert told(DataLoader(loader.dataset)) == place("share", "share")

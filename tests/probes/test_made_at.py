@@ -281,6 +281,14 @@ def test_a_line_that_chooses_comes_before_one_that_makes_something_of_it() -> No
     assert trainer().test(None, loader) == expected
 
 
+def test_an_order_decides_which_data_it_is() -> None:
+    rows = random_split(FILES)
+    ordered = sorted(rows)  # <- ordered
+    assert trainer().test(None, DataLoader(load(str(ordered)))) == place(
+        "ordered", "test_an_order_decides_which_data_it_is"
+    )
+
+
 def test_without_such_a_line_it_is_the_last_that_makes_something() -> None:
     rows = load("rows")
     more = load(rows)  # <- makes

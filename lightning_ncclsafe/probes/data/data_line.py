@@ -180,7 +180,7 @@ def _followed(found: _DataEnd, owner: type) -> _DataEnd:
         if _is_parameter(made) or held == _DataEnd(given=_PARAMETER):
             return _DataEnd(given=_GIVEN)
         if held is None or held.given in ("", _BASE):
-            return _DataEnd(place_of(made, owner))
+            return _DataEnd(place_of(made, owner, is_number=True))
         found = held
     return _UNKNOWN
 

@@ -7,7 +7,8 @@ executed, and where several lines may have made a value, none of them is named.
 
 import ast
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from types import CodeType, FrameType
 from typing import Any
 
@@ -43,11 +44,14 @@ _HOLDERS = frozenset(
 # Functions that choose among data, or list it, in PyTorch, numpy, pandas, scikit-learn, datasets and Python.
 _CHOOSING = frozenset(
     (
-        *("random_split", "train_test_split", "shard", "shuffle", "sample", "choice", "choices", "permutation"),
-        *("randperm", "filter", "select", "islice", "drop_duplicates", "glob", "iglob", "rglob", "iterdir"),
-        *("listdir", "scandir", "walk", "sorted", "split_dataset_by_node", "split_by_node"),
+        *("random_split", "train_test_split", "shard", "sample", "choice", "choices", "filter", "select", "islice"),
+        *("drop_duplicates", "glob", "iglob", "rglob", "iterdir", "listdir", "scandir", "walk"),
+        *("split_dataset_by_node", "split_by_node"),
     )
 )
+# Those that put all of it in another order.
+_ORDERING = frozenset(("shuffle", "permutation", "randperm", "sorted"))
+_IsChoice = Callable[[ast.expr], bool]
 _GENERATED = (ast.ListComp, ast.SetComp, ast.GeneratorExp)
 
 
@@ -58,10 +62,11 @@ def made_at(given: Any, hook: str, frame: FrameType | None, loader: Any = None) 
         given: What has the hook, or the loaders themselves.
         hook: ``"train_dataloader"``, ``"val_dataloader"``, ….
         frame: The innermost frame of the thread that runs the Trainer: the loaders may be an argument of that.
-        loader: One loader of the stage, as Lightning iterates it, if it is about that one.
+        loader: One loader of the stage, as Lightning iterates it, if it is about the number of batches of that one.
     """
+    is_number = loader is not None
     if (code := _code_of_hook(given, hook)) is not None:
-        return place_of(returned(scope_of(code)), type(given))
+        return place_of(returned(scope_of(code)), type(given), is_number=is_number)
     outside = _caller_of_trainer(frame)
     return _of_local(loader, outside) or (_of_argument(outside, hook) if outside is not None else "")
 
@@ -92,7 +97,8 @@ def _of_local(loader: Any, frame: FrameType | None) -> str:
             held = None if wanted is dataset else dataset
             names = [name for name, value in [*around.f_locals.items()] if _is_it(value, wanted, held)]
             found = [variable(name, here) for name in names if name not in (*scope.parameters, *scope.collected)]
-            places = {place_of(one, _owner_in(around)) for one in found if one is not None and one.value is not None}
+            known = (one for one in found if one is not None and one.value is not None)
+            places = {place_of(one, _owner_in(around), is_number=True) for one in known}
             if places:
                 return places.pop() if len(places) == 1 else ""
     return ""
@@ -106,23 +112,25 @@ def _is_it(value: Any, wanted: Any, dataset: Any) -> bool:
     return is_loader and dataset is not None and plain_attribute(value, "dataset") is dataset
 
 
-def place_of(made: Given | None, owner: type | None) -> str:
+def place_of(made: Given | None, owner: type | None, *, is_number: bool = False) -> str:
     """The line that decides what was made; empty if none is known.
 
     Args:
+        made: What was made.
         owner: The class of the object whose method made it; None if that is no method, or it is not known.
+        is_number: Whether the question is how much of it there is, whatever its order.
     """
-    found = _deciding(made, owner, _MOST_CALLS)
+    found = _deciding(made, owner, _MOST_CALLS, _takes if is_number else chooses)
     return found.scope.place(found.line) if found is not None else ""
 
 
-def _deciding(made: Given | None, owner: type | None, calls: int) -> Given | None:
+def _deciding(made: Given | None, owner: type | None, calls: int, is_choice: _IsChoice) -> Given | None:
     """The value that decides what was made; it goes into so many calls of functions of the same file."""
     decides: Given | None = None
     for _ in range(_MOST_STEPS):
-        if made is None or made.value is None or chooses(made.value):
+        if made is None or made.value is None or is_choice(made.value):
             break
-        if (within := _chosen_within(made, owner, calls)) is not None:
+        if (within := _chosen_within(made, owner, calls, is_choice)) is not None:
             return within
         held = None if made.is_part else _held(made.value)
         decides = decides or (made if held is None else None)
@@ -132,18 +140,18 @@ def _deciding(made: Given | None, owner: type | None, calls: int) -> Given | Non
         if earlier is None:
             break
         made = earlier
-    return made if made is not None and made.value is not None and chooses(made.value) else decides or made
+    return made if made is not None and made.value is not None and is_choice(made.value) else decides or made
 
 
-def _chosen_within(made: Given, owner: type | None, calls: int) -> Given | None:
+def _chosen_within(made: Given, owner: type | None, calls: int, is_choice: _IsChoice) -> Given | None:
     """The value that chooses among the data of this expression: in a function of the same file, or as its indices."""
     for call in _making(made.value) if calls else ():
         scope = function_called(call, made.scope, owner)
-        inside = _deciding(returned(scope), owner, calls - 1) if scope is not None else None
-        if inside is not None and inside.value is not None and chooses(inside.value):
+        inside = _deciding(returned(scope), owner, calls - 1, is_choice) if scope is not None else None
+        if inside is not None and inside.value is not None and is_choice(inside.value):
             return inside
         indices = _assigned(index, made, owner) if (index := _indices(call)) is not None else None
-        if indices is not None and indices.value is not None and chooses(indices.value):
+        if indices is not None and indices.value is not None and is_choice(indices.value):
             return indices
     return None
 
@@ -242,20 +250,35 @@ def _origins(value: ast.expr) -> Iterator[ast.expr]:
 
 
 def chooses(value: ast.expr) -> bool:
-    """Whether an expression takes some of the data, or lists it: by a known function, a condition, a comparison."""
+    """Whether an expression takes some of the data, lists it, or orders it; by a known function, a condition, ….
+
+    What data there is then, and who has which, is decided there.
+    """
+    return _is_choice_by(_CHOOSING | _ORDERING, value)
+
+
+def _takes(value: ast.expr) -> bool:
+    """Whether an expression takes some of the data, or lists it: then how much there is is decided there."""
+    return _is_choice_by(_CHOOSING, value)
+
+
+def _is_choice_by(functions: frozenset[str], value: ast.expr) -> bool:
+    is_choice = partial(_is_choice_by, functions)
     if isinstance(value, ast.Call):
-        if name_of(value.func) in _CHOOSING:
+        if name_of(value.func) in functions:
             return True
         inner = [*value.args[:1], *(one.value for one in value.keywords if one.arg == "dataset")]
         inner += [value.func.value] if isinstance(value.func, ast.Attribute) else []
-        return any(map(chooses, inner))
+        return any(map(is_choice, inner))
     if isinstance(value, (ast.List, ast.Tuple, ast.Dict)):
         parts = value.values if isinstance(value, ast.Dict) else value.elts
-        return len(parts) == 1 and chooses(parts[0])
+        return len(parts) == 1 and is_choice(parts[0])
     if isinstance(value, ast.Subscript):
-        return isinstance(value.slice, ast.Compare) or chooses(value.value)
+        # A slice of what has been put in an order takes some of it.
+        is_slice_of_choice = isinstance(value.slice, ast.Slice) and chooses(value.value)
+        return isinstance(value.slice, ast.Compare) or is_slice_of_choice or is_choice(value.value)
     if isinstance(value, _GENERATED):
-        return bool(value.generators[0].ifs) or chooses(value.generators[0].iter)
+        return bool(value.generators[0].ifs) or is_choice(value.generators[0].iter)
     return False
 
 
