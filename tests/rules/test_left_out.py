@@ -133,6 +133,30 @@ def test_a_rank_that_stepped_after_fewer_passes_will_not_make_the_missing_one() 
     assert "skipped-step" not in rules(stepping(stepped, early, stepped))
 
 
+def in_a_loop_of_passes(*, outer: bool) -> JobFacts:
+    """Rank 0 in the sixth pass of a batch; the others have made four, as in no batch before, and are past that loop."""
+    each = Branch(line=40, test="for part in parts:  (line 40)", on=Decides.PASSES, until=46)
+    again = Branch(line=39, test="for _ in range(4):  (line 39)", on=Decides.PASSES, until=52)
+    around = (again,) if outer else ()
+    inside = replace(user("training_step", 44), branches=(*around, each))
+    past = replace(user("training_step", 50), branches=around)
+    call = f"{USER_FILE}:44 in training_step"
+    own, left = (batches((8,), (made,), called=((call,) * 8, (call,) * made), under_way=True) for made in (6, 4))
+    others = (GLOO.rank(n, past, BARRIER, seq=61, outstanding=1, batch=1, world=3) for n in (1, 2))
+    waits = GLOO.rank(0, inside, ALL_REDUCE, seq=61, outstanding=1, batch=1, world=3)
+    return job(replace(waits, steps=own), *(replace(facts, steps=left) for facts in others), world=3)
+
+
+def test_a_rank_that_has_left_the_loop_of_passes_makes_no_more_of_them() -> None:
+    finding = first(in_a_loop_of_passes(outer=False))
+    assert (finding.rule, finding.ranks) == ("skipped-step", (1, 2))
+    assert "4 on ranks 1-2 but 6 on rank 0" in finding.summary
+
+
+def test_a_rank_that_a_loop_may_lead_back_may_make_more_passes() -> None:
+    assert "skipped-step" not in rules(in_a_loop_of_passes(outer=True))
+
+
 def test_a_batch_without_any_pass_is_blamed_on_the_call_if_nothing_else_is_known() -> None:
     """Each micro-batch of a batch has its pass, and a batch has none."""
     made = replace(in_backward(GLOO, 0, batch=3, world=2), steps=batches(*[(2,)] * 3, called=((CRITIC, CRITIC),) * 3))

@@ -181,7 +181,7 @@ def _inspected_finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
 def _counts_finding(view: Timeline, counts: DifferentCounts) -> Finding:
     ranks = counts.ranks
     # Ranks need each other for backward passes, but not for an optimizer's step.
-    so = "so gradients of different passes have been reduced together since then"
+    so = "so since then gradients of different passes are reduced together, or wait for each other"
     if not counts.are_exchanged:
         so = "so their weights are no longer the same"
     left = tuple(rank for rank in view.finished if rank not in ranks)

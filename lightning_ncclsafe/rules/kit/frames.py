@@ -103,6 +103,12 @@ def is_before(other: tuple[Frame, ...], own: tuple[Frame, ...]) -> bool:
     )
 
 
+def has_passed(own: tuple[Frame, ...], other: tuple[Frame, ...]) -> bool:
+    """Whether a rank is past the line of another one in the same function, and no loop around them leads back to it."""
+    depth = depth_passed(own, other)
+    return depth is not None and is_before(other, own) and not any(map(_loops_around, own[:depth]))
+
+
 def loop_left(own: tuple[Frame, ...], other: tuple[Frame, ...]) -> Frame | None:
     """The outermost loop, at its first line, that one stack is past and another is in; None if there is none."""
     depth = depth_passed(own, other)

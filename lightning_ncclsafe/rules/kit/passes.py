@@ -4,6 +4,7 @@ from collections import Counter
 from typing import NamedTuple
 
 from lightning_ncclsafe.facts import StepFacts
+from lightning_ncclsafe.rules.kit.frames import has_passed, inside_trainer, user_frames
 from lightning_ncclsafe.rules.kit.parts import ranks_by
 from lightning_ncclsafe.rules.kit.rule import once
 from lightning_ncclsafe.rules.kit.timeline import Timeline
@@ -83,14 +84,14 @@ class DifferentCounts(NamedTuple):
         """
         by_count = self._by_count()
         few = min(by_count, key=lambda count: (len(by_count[count]), count))
-        if len({len(who) for who in by_count.values()}) > 1:
+        # A minority that is still making what all have made before does nothing unusual.
+        is_usual = bool(self._changed) and {*self._changed}.isdisjoint(by_count[few])
+        are_final = any(self.made[rank].is_over for rank in by_count[few])
+        if len({len(who) for who in by_count.values()}) > 1 and (are_final or not is_usual):
             return by_count[few]
         if self._is_searched:
             return tuple(sorted(self.made))
-        odd = tuple(rank for rank, made in self.before.items() if made.of(self.kind) != self.made[rank].of(self.kind))
-        if odd and len(self.before) == len(self.made) and len(odd) < len(self.made):
-            return odd
-        return by_count[few]
+        return self._changed or by_count[few]
 
     @property
     def is_more(self) -> bool:
@@ -118,14 +119,26 @@ class DifferentCounts(NamedTuple):
             if made.of(self.kind) > len(own) and len(made.called) > len(own):
                 pairs = zip(made.called, (*own, ""), strict=False)
                 return next(place for place, mine in pairs if place != mine)
-        return ""
+        return self.called_at if self.kind == 0 else ""
 
     @property
     def called_at(self) -> str:
         """The only line from which all have called their passes in this batch; empty if several, or unknown."""
         places = {place for made in self.made.values() for place in made.called}
-        are_known = all(len(made.called) == made.of(0) for made in self.made.values())
+        # Of many calls, the first ones are noted.
+        are_known = all(made.called or not made.of(0) for made in self.made.values())
         return next(iter(places)) if len(places) == 1 and are_known else ""
+
+    @property
+    def _changed(self) -> tuple[int, ...]:
+        """The ranks whose number differs from the batch before; empty if that of all does, or is unknown."""
+        changed = tuple(rank for rank, before in self.before.items() if self._differs(rank, before))
+        return changed if len(self.before) == len(self.made) and len(changed) < len(self.made) else ()
+
+    def _differs(self, rank: int, before: BatchCounts) -> bool:
+        now = self.made[rank]
+        made, usual = now.of(self.kind), before.of(self.kind)
+        return made != usual and (now.is_over or made > usual)
 
     @property
     def _is_searched(self) -> bool:
@@ -147,7 +160,7 @@ def different_counts(view: Timeline) -> DifferentCounts | None:
     changes = {run[:2] for steps in by_rank.values() for run in steps.passes} | {since}
     changes |= {steps.under_way[:2] for steps in by_rank.values() if steps.under_way}
     for batch in sorted(change for change in changes if change >= since):
-        made = {rank: _made_in(steps, batch) for rank, steps in by_rank.items()}
+        made = _with_passed(view, {rank: _made_in(steps, batch) for rank, steps in by_rank.items()})
         for kind in range(max(len(one.counts) for one in made.values())):
             if final := _final_counts(made, kind):
                 similar = _similar_batch(by_rank[next(iter(final))], batch)
@@ -158,6 +171,18 @@ def different_counts(view: Timeline) -> DifferentCounts | None:
         if not all(one.is_over for one in made.values()):
             return None
     return None
+
+
+def _with_passed(view: Timeline, made: dict[int, BatchCounts]) -> dict[int, BatchCounts]:
+    """The same counts; final for ranks that are past the lines of all those in the last pass that any has begun."""
+    most = max(one.of(0) for one in made.values())
+    ahead = [rank for rank, one in made.items() if one.of(0) == most and not one.is_over]
+    lines = {rank: user_frames(inside_trainer(view.facts[rank].stack)) for rank in made if rank in view.facts}
+
+    def is_past(rank: int) -> bool:
+        return bool(ahead) and all(has_passed(lines.get(rank, ()), lines.get(other, ())) for other in ahead)
+
+    return {rank: _as_of(one, one.of(0) < most and is_past(rank)) for rank, one in made.items()}
 
 
 def skips_steps(view: Timeline) -> tuple[str, ...]:
@@ -174,7 +199,7 @@ def _final_counts(made: dict[int, BatchCounts], kind: int) -> dict[int, BatchCou
     final = {rank for rank, one in made.items() if one.is_over or (kind == 0 and _has_stepped(one, begun))}
     if not any(made[rank].of(kind) < most for rank in final):
         return {}
-    counts = {rank: one for rank, one in made.items() if rank in final or one.of(kind) == most}
+    counts = {rank: _as_of(one, rank in final) for rank, one in made.items() if rank in final or one.of(kind) == most}
     # Ranks do not need each other for extra passes that reduce nothing.
     is_harmless = kind < len(_MADE) and len({one.of(0) - one.of(1) for one in counts.values()}) == 1
     return {} if is_harmless else counts
@@ -190,7 +215,11 @@ def _reducing_counts(made: dict[int, BatchCounts]) -> dict[int, BatchCounts]:
     final = [rank for rank, one in made.items() if one.is_over or one.of(0) == passes]
     if not any(reduced[rank] < most and made[rank].of(1) for rank in final):
         return {}
-    return {rank: one for rank, one in made.items() if rank in final or reduced[rank] == most}
+    return {rank: _as_of(one, rank in final) for rank, one in made.items() if rank in final or reduced[rank] == most}
+
+
+def _as_of(one: BatchCounts, is_final: bool) -> BatchCounts:
+    return one._replace(is_over=one.is_over or is_final)
 
 
 def _has_stepped(one: BatchCounts, begun: list[BatchCounts]) -> bool:
