@@ -32,13 +32,13 @@ class LastSeen:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExitCall:
-    """A statement in a function of the user's that ends the process that executes it.
+    """A statement in a function of the user's that ends the process that executes it, at once or by a timer.
 
     Attributes:
         code: What it calls or raises, as in the source: ``"os._exit(124)"``.
         place: ``"file:line in function"``.
         status: The status with which the process exits; None if it is no constant, or the process is ended by a signal.
-        signal: The signal that the process sends itself, ``"SIGABRT"``; empty for an exit.
+        signal: The signal that the process sends itself, or gets from a timer, ``"SIGABRT"``; empty for an exit.
         raises: Whether it raises SystemExit, which ends the process only once it has left the main thread's program.
     """
 

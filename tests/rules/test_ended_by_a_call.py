@@ -18,6 +18,7 @@ OTHER = ExitCall(code="os._exit(4)", place="/home/me/train.py:19 in stop", statu
 COMPUTED = ExitCall(code="os._exit(code)", place="/home/me/train.py:29 in leave")
 RAISED = ExitCall(code="sys.exit(3)", place="/home/me/train.py:39 in start", status=3, raises=True)
 KILLS = ExitCall(code="os.kill(os.getpid(), 9)", place="/home/me/train.py:49 in end", signal="SIGKILL")
+ALARM = ExitCall(code="signal.alarm(5)", place="/home/me/data.py:18 in limit", signal="SIGALRM")
 SEEN = LastSeen(progress=Progress(phase=Phase.TRAIN, idle_s=1.2), stack=(user("training_step", 40),), stayed=1)
 
 
@@ -53,6 +54,7 @@ def test_the_only_call_with_the_status_is_named(others: tuple[ExitCall, ...]) ->
         ((COMPUTED,), {}),
         ((WATCH,), {"ended_by": "SIGKILL"}),
         ((KILLS,), {"ended_by": "SIGKILL"}),
+        ((ALARM, replace(ALARM, place="/home/me/net.py:5 in limit")), {"ended_by": "SIGALRM"}),
         ((replace(WATCH, status=0),), {"exit_code": 0, "last_seen": None}),
         ((replace(WATCH, status=1),), {"exit_code": 1, "last_seen": None}),
     ],
@@ -81,6 +83,14 @@ def test_calls_that_may_have_ended_it_are_mentioned(
     texts = [item.text for item in finding.evidence if item.source == "source code"]
     assert [text.partition(" at ")[2].partition(" in ")[0] for text in texts] == told
     assert all(text.endswith(" may end a process in this way.") for text in texts)
+
+
+def test_the_only_timer_that_sends_the_signal_is_named() -> None:
+    finding = gone((WATCH, ALARM), {"ended_by": "SIGALRM"})
+    assert (finding.rule, finding.confidence, finding.location) == ("dead-rank", Confidence.LIKELY, ALARM.place)
+    assert "was ended by SIGALRM, as after signal.alarm(5) at data.py:18 in limit" in finding.summary
+    assert finding.remedy.startswith("A timer (signal.alarm(5) at data.py:18 in limit) went off")
+    assert any(item.text.endswith("sets a timer that sends SIGALRM.") for item in finding.evidence)
 
 
 def test_a_rank_that_was_seen_where_it_may_have_killed_itself_is_told_to_look_there_first() -> None:

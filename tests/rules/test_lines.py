@@ -467,7 +467,7 @@ def test_ranks_that_have_skipped_a_call_are_told_the_jump_that_may_have_led_arou
     skipped = of("rgrgrb", "rgrrb", "rgrgrb")
     finding = first(with_branches(skipped, RETURN))
     assert (finding.ranks, finding.location) == ((1,), f"{FILE}:39 in step")
-    assert (finding.decided_at, finding.confidence) == (f"{FILE}:39 in step", Confidence.LIKELY)
+    assert (finding.decided_at, finding.confidence) == (f"{FILE}:38 in step", Confidence.LIKELY)
     assert finding.remedy.startswith("Make this call on all ranks or on none: move it out of what train.py")
     assert first(skipped).remedy.startswith("Make every rank call the same collectives in the same order")
     assert finding.summary.endswith(
@@ -475,7 +475,7 @@ def test_ranks_that_have_skipped_a_call_are_told_the_jump_that_may_have_led_arou
         "`if not batch.any():` (line 38)."
     )
     # What to do is about that line.
-    assert "what train.py:39 in step decides" in finding.remedy and "log_dict" not in finding.remedy
+    assert "what train.py:38 in step decides" in finding.remedy and "log_dict" not in finding.remedy
     assert "log_dict" in first(skipped).remedy
 
 

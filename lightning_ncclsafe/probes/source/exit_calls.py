@@ -24,10 +24,14 @@ _MOST_CALLS = 64
 _MOST_TEXT = 80
 _PROGRAM = ("__main__", "__mp_main__")
 # Most files have none of these words, and are not parsed.
-_WORDS = re.compile(r"\b_exit\b|\bexit\b|\bquit\b|\bSystemExit\b|\babort\b|\bgetpid\b|\braise_signal\b")
+_WORDS = re.compile(
+    r"\b_exit\b|\bexit\b|\bquit\b|\bSystemExit\b|\babort\b|\bgetpid\b|\braise_signal\b|\balarm\b|\bsetitimer\b"
+)
 _BUILT_IN = {"exit": "sys.exit", "quit": "sys.exit", "SystemExit": "SystemExit"}
 _EXITS = {"os._exit": False, "sys.exit": True}
 _OWN_PID = "os.getpid"
+# The signal that each timer sends: setitimer(2).
+_TIMERS = {"ITIMER_REAL": "SIGALRM", "ITIMER_VIRTUAL": "SIGVTALRM", "ITIMER_PROF": "SIGPROF"}
 _FORKS = ("os.fork", "os.forkpty", "pty.fork")
 _OF_INTEREST = ("os", "sys", "signal", "pty")
 
@@ -152,7 +156,22 @@ def _exit_call(node: ast.AST, names: dict[str, str]) -> tuple[int | None, str, b
     if is_own or (called == "signal.raise_signal" and len(node.args) == 1):
         number = _signal(node.args[-1])
         return (None, number, False) if number else None
-    return None
+    number = _signal_of_timer(called, node)
+    return (None, number, False) if number else None
+
+
+def _signal_of_timer(called: str, node: ast.Call) -> str:
+    """The signal that the process gets some time after this call; empty for other calls, and for one that cancels."""
+    if called == "signal.alarm" and len(node.args) == 1:
+        return "" if _is_zero(node.args[0]) else "SIGALRM"
+    if called == "signal.setitimer" and len(node.args) > 1:
+        which = getattr(node.args[0], "attr", "") or getattr(node.args[0], "id", "")
+        return "" if _is_zero(node.args[1]) else _TIMERS.get(which, "")
+    return ""
+
+
+def _is_zero(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and node.value == 0
 
 
 def _status(given: Iterable[ast.expr]) -> int | None:

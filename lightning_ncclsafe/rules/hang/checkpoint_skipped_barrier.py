@@ -3,7 +3,6 @@
 import builtins
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from itertools import takewhile
 
 from lightning_ncclsafe.code.libraries import SAVE_CHECKPOINT
@@ -15,6 +14,7 @@ from lightning_ncclsafe.rules.kit import (
     Timeline,
     advice,
     at_words,
+    branch_place,
     condition_words,
     deepest_user_frame,
     error_words,
@@ -97,13 +97,12 @@ def _finding(view: Timeline, ranks: tuple[int, ...], confidence: Confidence) -> 
     failed = facts.failed_save
     assert failed is not None
     raised_at, (caught_at, handler) = deepest_user_frame(failed.stack), _caught_at(failed)
-    by, place = "", location_of(raised_at)
+    by, place, decided_at = "", location_of(raised_at), ""
     if caught_at is not None and handler is not None:
         # What raised may be the very call in the ``try``.
         around = f" around {short_location(caught_at)}" if location_of(caught_at) != place else ""
         by = f" by {condition_words(handler.test)}{around}"
-        is_clause = not handler.test.startswith(_SUPPRESSES)
-        place = location_of(replace(caught_at, line=handler.line) if is_clause else caught_at)
+        place, decided_at = location_of(caught_at), branch_place(caught_at, handler)
     text = (
         f"saving a checkpoint on {ranks_words(ranks)} raised {error_words(failed)}{at_words(raised_at)}; "
         f"the exception was caught{by}, so "
@@ -116,6 +115,7 @@ def _finding(view: Timeline, ranks: tuple[int, ...], confidence: Confidence) -> 
         text,
         confidence=confidence,
         location=place,
+        decided_at=decided_at,
         evidence=(*_evidence(view, ranks), *phase_evidence(view, ranks), *recorder_evidence(view)),
         remedy=_REMEDY.format(advice=advice(failed)),
     )

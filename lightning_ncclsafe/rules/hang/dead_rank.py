@@ -63,6 +63,10 @@ _REMEDY_CALL = (
     "Look at what leads to the line {place}: a rank that ends there leaves the others waiting. Let all ranks end at "
     "the same batch, or raise an exception, which is reported. If it did not end there, a library has ended it."
 )
+_REMEDY_TIMER = (
+    "A timer ({call}) went off where nothing handled its signal. Cancel it on every way out of what it limits "
+    "(finally: signal.alarm(0)), and only then restore the handler before it; or wait with a timeout instead."
+)
 _REMEDY_LINES = "It may have ended by {calls}: look first at what leads there. "
 _REMEDY_DONE = (
     "It ended as if it had finished: its script ended, or it called sys.exit between two calls of the Trainer, or "
@@ -361,6 +365,8 @@ def _was_there(view: Timeline, ranks: tuple[int, ...], calls: ExitCalls) -> bool
 
 
 def _remedy(end: _End, calls: ExitCalls, of_signal: str, *, was_there: bool) -> str:
+    if calls.only is not None and end.signal:
+        return _REMEDY_TIMER.format(call=f"{calls.only.code} at {short_place(calls.only.place)}")
     if calls.only is not None:
         return _REMEDY_CALL.format(place=short_place(calls.only.place))
     if end.status is not None:

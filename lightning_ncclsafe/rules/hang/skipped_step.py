@@ -138,6 +138,7 @@ def _forward_finding(view: Timeline, first: Shift, deciding: DecidingBranches) -
         text,
         confidence=Confidence.LIKELY,
         location=deciding.decided_at,
+        decided_at=deciding.condition_at,
         evidence=how_we_know(view, first.ranks),
         remedy=_REMEDY_PASSES,
     )

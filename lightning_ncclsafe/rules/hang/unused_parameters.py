@@ -285,7 +285,7 @@ def _left_out(view: Timeline, unit: LeftOutUnit) -> Finding:
     text = joined((text, unit.deciding.words()))
     found = _finding(view, unit.others, text, Confidence.LIKELY, _REMEDY_FSDP, Severity.ERROR, is_backward=False)
     evidence = (*ended_process_evidence(view, unit.ended), *found.evidence)
-    return replace(found, location=unit.deciding.decided_at, evidence=evidence)
+    return replace(found, location=unit.deciding.decided_at, decided_at=unit.deciding.condition_at, evidence=evidence)
 
 
 def _finding(

@@ -11,6 +11,8 @@ from lightning_ncclsafe.rules.kit.timeline import Timeline
 from lightning_ncclsafe.rules.kit.wording import short_place
 
 _FEW = 4
+# Nobody else sends these.
+_OF_TIMERS = ("SIGALRM", "SIGVTALRM", "SIGPROF")
 
 
 class ExitCalls(NamedTuple):
@@ -33,7 +35,8 @@ class ExitCalls(NamedTuple):
         """Each of them, if they are few."""
         if self.only is not None:
             at = short_place(self.only.place)
-            text = f"Of all code of yours that is loaded, only {self.only.code} at {at} exits with this status."
+            sets_it = f"sets a timer that sends {self.only.signal}" if self.only.signal else "exits with this status"
+            text = f"Of all code of yours that is loaded, only {self.only.code} at {at} {sets_it}."
             yield Evidence(source="source code", rank=rank, text=text)
             return
         for call in self.possible if self.is_short else ():
@@ -52,8 +55,9 @@ def exit_calls(view: Timeline, *, status: int | None, signal: str, may_raise: bo
     """
     able = [call for call in _known(view) if may_raise or not call.raises]
     if signal:
+        sending = tuple(call for call in able if call.signal == signal)
         # What sends a signal from outside, or fails in native code, is more frequent: no line is named.
-        return ExitCalls(None, tuple(call for call in able if call.signal == signal))
+        return ExitCalls(sending[0] if len(sending) == 1 and signal in _OF_TIMERS else None, sending)
     able = [call for call in able if not call.signal and (status is None or call.status in (status, None))]
     # Those with this very status come first.
     able.sort(key=lambda call: call.status is None)

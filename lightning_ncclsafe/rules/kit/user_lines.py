@@ -29,6 +29,7 @@ from lightning_ncclsafe.rules.kit.shifts import usual_sites
 from lightning_ncclsafe.rules.kit.timeline import Divergence, Timeline, signature, stack_of
 from lightning_ncclsafe.rules.kit.wording import (
     capitalised,
+    condition_place,
     condition_words,
     joined,
     location_of,
@@ -103,6 +104,14 @@ class DecidingBranches:
         return branch_place(*self.branches[0])
 
     @property
+    def condition_at(self) -> str:
+        """The same; of a jump, where its condition is."""
+        if len(self.branches) != 1:
+            return ""
+        frame, branch = self.branches[0]
+        return condition_place(branch.test, frame) if branch.jump else self.decided_at
+
+    @property
     def is_of_rank(self) -> bool:
         """Whether only some ranks can have gone around the call: by a jump under a condition on the rank."""
         return len(self.branches) == 1 and bool(self.branches[0][1].within)
@@ -154,7 +163,7 @@ def with_decision(view: Timeline, finding: Finding) -> Finding:
             finding,
             summary=joined((finding.summary, outer.words())),
             location=outer.decided_at,
-            decided_at=outer.decided_at,
+            decided_at=outer.condition_at,
             # The line is concluded, not observed.
             confidence=at_most_likely(finding.confidence),
         )
@@ -169,12 +178,14 @@ def with_decision(view: Timeline, finding: Finding) -> Finding:
     )
     # Nobody wrote that call: what is to be looked at is how often the model is run.
     if deciding.is_of_unit and deciding.is_of_loop and deciding.branches[0][0].function != deciding.at.function:
-        return replace(finding, location=deciding.decided_at, confidence=at_most_likely(finding.confidence))
+        finding = replace(finding, confidence=at_most_likely(finding.confidence))
+        return replace(finding, location=deciding.decided_at, decided_at=deciding.condition_at)
     # Without a majority, the rank that made the call may have been named, although it is the other one that jumped.
     is_other_side = 0 < 2 * len(deciding.around) <= len(view.facts) and finding.ranks != deciding.around
     has_jumped = deciding.is_of_rank or _is_early_exit(view, deciding)
     if has_jumped and is_other_side and finding.confidence is not Confidence.CERTAIN:
-        return replace(finding, ranks=deciding.around, location=deciding.decided_at)
+        finding = replace(finding, ranks=deciding.around)
+        return replace(finding, location=deciding.decided_at, decided_at=deciding.condition_at)
     return finding
 
 

@@ -115,4 +115,5 @@ def _at_jump(view: Timeline, finding: Finding) -> Finding:
     deciding = decision(view, finding.location)
     if deciding is None or not deciding.is_jump_on_data or finding.ranks != deciding.around:
         return finding
-    return replace(finding, location=deciding.decided_at, confidence=at_most_likely(finding.confidence))
+    finding = replace(finding, confidence=at_most_likely(finding.confidence))
+    return replace(finding, location=deciding.decided_at, decided_at=deciding.condition_at)
