@@ -247,6 +247,28 @@ def branches(source: str) -> list[str]:
         ),
         pytest.param(
             """
+            def restart(self, unused):
+                if not unused.any():
+                    return
+                if torch.distributed.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+                    broadcast(unused)  # <-
+            """,
+            ["3 return value", "4 common"],
+            id="whether there are several ranks",
+        ),
+        pytest.param(
+            """
+            def restart(self, unused):
+                if self.codes.is_initialized():
+                    return
+                if dist.get_world_size(self.group) > 1:
+                    broadcast(unused)  # <-
+            """,
+            ["3 return value", "4 value"],
+            id="what a model keeps, and the size of a group",
+        ),
+        pytest.param(
+            """
             def step(self, batch):
                 if batch.any():
                     reduce(batch)  # <-

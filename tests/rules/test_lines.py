@@ -605,6 +605,31 @@ def test_of_a_part_of_the_model_the_loop_around_the_model_is_told() -> None:
     assert (own.location, own.decided_at) == (f"{FILE}:40 in each", f"{FILE}:49 in step")
 
 
+@pytest.mark.parametrize(
+    ("function", "units", "rule"),
+    [
+        ("forward", (UnitKind.FSDP_UNIT,), "unused-parameters"),
+        ("forward", (), "diverged-collectives"),
+        ("rollout", (UnitKind.FSDP_UNIT,), "diverged-collectives"),
+    ],
+    ids=["a part of the model", "the user's own call", "the whole model"],
+)
+def test_a_part_that_forward_leaves_out_on_some_ranks(function: str, units: tuple[UnitKind, ...], rule: str) -> None:
+    """Units of one size, whose calls look alike; FSDP gathers them where the module is run."""
+    known = tuple(ModelUnit(kind=kind, name="tower", elements=16, shard_elements=8, groups=("0",)) for kind in units)
+    branch = Branch(line=39, test="if rows.numel():  (line 39)", on=Decides.VALUE, until=40)
+
+    def placed(call: Collective) -> Collective:
+        at = tuple(replace(one, function=function, branches=(branch,)) for one in call.stack if one.line == 40)
+        return replace(call, stack=(*at, *HELPER)) if at else call
+
+    ranks = of("rgrgrb", "rgrrb", "rgrgrb").ranks
+    made = (replace(one, units=known, collectives=tuple(map(placed, one.collectives))) for one in ranks)
+    finding = first(job(*made, world=3))
+    assert (finding.rule, finding.ranks) == (rule, (1,))
+    assert (finding.location, finding.decided_at) == (f"{FILE}:40 in {function}", f"{FILE}:39 in {function}")
+
+
 def in_helper(facts: JobFacts, *branches: Branch, file: str = FILE) -> JobFacts:
     """The same job, where line 50 of a file has called the function with line 40, of which this is known."""
     outer = replace(user("step", 50), file=file)

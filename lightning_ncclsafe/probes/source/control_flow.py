@@ -42,6 +42,9 @@ _COUNTED = frozenset(
 )
 # What has them: that a file keeps it is no reason why they should differ.
 _COUNTING = frozenset(("trainer", "pl_module", "module", "model"))
+# What all ranks of one job have in common: whether there are several, and what their machines can do.
+_ASKED_OF_JOB = frozenset(("is_initialized", "is_available", "is_torchelastic_launched", "get_world_size"))
+_MODULES = frozenset(("dist", "distributed", "c10d", "cuda"))
 _MOST_BRANCHES = 8
 _MOST_CHARACTERS = 120
 _MOST_NAMES = 32
@@ -295,7 +298,8 @@ class ControlFlow:
         """What a condition depends on. A counter or constant is the same on all ranks."""
         if self._names_of_rank().decides(test):
             return Decides.RANK
-        return Decides.COMMON if _is_counter(test, self._state) or _is_constant(test) else Decides.VALUE
+        is_common = _is_constant(test) or _is_of_job(test) or _is_counter(test, self._state)
+        return Decides.COMMON if is_common else Decides.VALUE
 
     def _head(self, line: int, on: Decides, block: _Block, without: str = "") -> Branch:
         """The branch at a line that decides whether a block runs."""
@@ -311,6 +315,23 @@ def _of_all(around: tuple[Branch, ...]) -> Decides:
     if len(around) == 1:
         return around[0].on
     return Decides.EXCEPTION if any(branch.on is Decides.EXCEPTION for branch in around) else Decides.VALUE
+
+
+def _is_of_job(test: ast.expr) -> bool:
+    """Whether a condition is on nothing but what all ranks of a job have in common."""
+    if isinstance(test, ast.BoolOp):
+        return all(map(_is_of_job, test.values))
+    if isinstance(test, ast.UnaryOp):
+        return _is_of_job(test.operand)
+    if isinstance(test, ast.Compare):
+        sides = (test.left, *test.comparators)
+        return any(map(_is_of_job, sides)) and all(_is_of_job(side) or _is_constant(side) for side in sides)
+    if not isinstance(test, ast.Call):
+        return name_of(test) == "world_size"
+    # Members of a group know another size than other ranks, and a model may keep for itself whether it is initialized.
+    is_plain = not test.args and not test.keywords
+    is_of_module = name_of(test.func.value) in _MODULES if isinstance(test.func, ast.Attribute) else True
+    return is_plain and is_of_module and name_of(test.func) in _ASKED_OF_JOB
 
 
 def _is_counter(test: ast.expr, state: frozenset[str]) -> bool:

@@ -7,23 +7,27 @@ from lightning_ncclsafe.code.libraries import BACKWARD
 from lightning_ncclsafe.facts import Branch, Collective, RankFacts, StepFacts, UnitKind
 from lightning_ncclsafe.rules.kit import (
     Confidence,
+    DecidingBranches,
     Divergence,
     Evidence,
     Finding,
     LeftOutUnit,
     Plan,
     Severity,
+    Shift,
     Timeline,
     aborted_by_gloo,
     alone_in_trainer,
     at_words,
     batch_words,
+    call_evidence,
     call_location,
     clause,
     collective_words,
     condition_words,
     counted,
     culprits,
+    decision,
     deepest_user_frame,
     different_counts,
     ended_process_evidence,
@@ -38,6 +42,7 @@ from lightning_ncclsafe.rules.kit import (
     is_in_action,
     joined,
     left_out_unit,
+    location_of,
     message_of,
     once,
     out_of_data_first,
@@ -112,6 +117,8 @@ def unused_parameters(view: Timeline) -> Iterator[Finding]:
             yield _different_units(view, split)
         elif (unit := left_out_unit(view)) is not None:
             yield _left_out(view, unit)
+        elif (skipped := _skipped_unit(view)) is not None:
+            yield _skipped(view, *skipped)
 
 
 def _with_incomplete_pass(view: Timeline) -> tuple[int, ...]:
@@ -191,6 +198,22 @@ def _gathering_different_units(view: Timeline) -> Divergence | None:
         return None
     places = {(view.facts[rank].progress.epoch, view.facts[rank].progress.batch_idx) for rank in split.calls}
     return split if len(places) == 1 and send_different_units(view, split) else None
+
+
+def _skipped_unit(view: Timeline) -> tuple[Shift, DecidingBranches] | None:
+    """The first call that some ranks have left out, if it gathers a part of the model that a module's forward runs.
+
+    A branch of that very function has led around it: one further out leads around the whole model.
+    """
+    split = view.divergence
+    first = shift(view, split.group) if split is not None else None
+    if first is None or first.frame is None or first.ranks != first.others:
+        return None
+    unit, deciding = unit_of(first.call, view.facts[first.callers[0]]), decision(view, location_of(first.frame))
+    if unit is None or unit.kind is not UnitKind.FSDP_UNIT or deciding is None:
+        return None
+    is_in_forward = all(frame.function == first.frame.function == "forward" for frame, _ in deciding.branches)
+    return (first, deciding) if is_in_forward else None
 
 
 def _refusal(view: Timeline, ranks: tuple[int, ...]) -> Finding:
@@ -286,6 +309,23 @@ def _left_out(view: Timeline, unit: LeftOutUnit) -> Finding:
     found = _finding(view, unit.others, text, Confidence.LIKELY, _REMEDY_FSDP, Severity.ERROR, is_backward=False)
     evidence = (*ended_process_evidence(view, unit.ended), *found.evidence)
     return replace(found, location=unit.deciding.decided_at, decided_at=unit.deciding.condition_at, evidence=evidence)
+
+
+def _skipped(view: Timeline, first: Shift, deciding: DecidingBranches) -> Finding:
+    text = (
+        f"{clause(first.ranks, 'has|have left out')} the part of the model at {short_location(deciding.at)}, which "
+        f"{ranks_words(first.callers)} ran, and its all-gather; later calls were paired with the wrong ones"
+        f"{while_others_wait(view, first.ranks)}."
+    )
+    return finding(
+        view,
+        first.ranks,
+        joined((text, deciding.words())),
+        location=location_of(deciding.at),
+        decided_at=deciding.decided_at,
+        evidence=(*call_evidence(view.divergence), *deciding.evidence(), *how_we_know(view, first.ranks)),
+        remedy=_REMEDY_FSDP,
+    )
 
 
 def _finding(
