@@ -115,6 +115,25 @@ def test_a_waiter_sees_the_lock_holder(tmp_path: Path, call: str, wait: str, is_
         until(lambda: asked(waiter)[1] == [str(path)])
 
 
+def test_a_forked_process_keeps_the_lock_of_one_that_has_closed_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "x.lock"
+    forked = """
+import fcntl, os, sys
+file = open(sys.argv[1], "w")
+fcntl.flock(file, fcntl.LOCK_EX)
+child = os.fork()
+if child:
+    file.close()
+    print(child, flush=True)
+sys.stdin.read()
+"""
+    with running(forked, str(path)) as parent, running(WAITER.format(FLOCK), str(path)) as waiter:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        found = waited_for(waiter)
+        assert [(one["pid"], one["parents"][0]) for one in found["holders"]] == [(child, parent.pid)]
+
+
 @pytest.mark.parametrize("wait", [SOFT, BATON], ids=["soft filelock", "baton"])
 def test_a_lock_by_existence_is_found(tmp_path: Path, wait: str) -> None:
     path = tmp_path / "x.lock"

@@ -141,6 +141,15 @@ def test_a_child_of_a_rank_is_reported_with_that_rank() -> None:
     assert evidence[0].endswith("process 812 (sleep 120), which rank 0 has started, holds it.")
 
 
+def test_a_rank_that_waits_for_those_that_its_child_keeps_from_a_lock_is_the_one() -> None:
+    """The child is the worker of a dataloader, say, which was forked while the rank held the lock."""
+    child = LockHolder(pid=812, command="python train.py", parents=(1000, 1))
+    finding = first(GLOO.in_barrier(0, "cached", seq=2, **START), at_lock(1, child))
+    assert (finding.rule, finding.ranks, finding.plan) == ("file-lock", (0,), Plan.STOP)
+    assert "process 812 of rank 0 holds it, and rank 0 waits in" in finding.summary
+    assert finding.location.endswith("in fetch") and finding.remedy.startswith("Start no process")
+
+
 def test_the_nearest_rank_among_the_parents_is_the_one() -> None:
     """Lightning's rank 0 has started rank 1: what that one starts is not of rank 0."""
     child = LockHolder(pid=812, parents=(1001, 1000, 1))

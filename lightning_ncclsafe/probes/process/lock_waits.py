@@ -147,8 +147,20 @@ def lock_on(path: str, kinds: Iterable[str] = _LOCKS, place: str = "") -> FileLo
         return FileLockFacts(path=path)
     file = _file_of(status)
     pids = {lock.pid for lock in _locks() if lock.kind in kinds and _among(file, {lock.file}) and lock.pid > 0}
-    holders = _holders([*sorted(pids), *(_having_open(path) if os.getpid() in pids else ())])
-    return FileLockFacts(path=path, holders=holders)
+    if os.getpid() in pids:
+        return FileLockFacts(path=path, holders=_holders([*sorted(pids), *_having_open(path)]))
+    return FileLockFacts(path=path, holders=_holders(keeper for pid in sorted(pids) for keeper in _keepers(pid, path)))
+
+
+def _keepers(pid: int, path: str) -> list[int]:
+    """The processes that keep a lock that this one has taken: itself; if it has closed the file, those it has forked.
+
+    The kernel goes on listing the lock as that of the process that has taken it.
+    """
+    opened, real = {other for _, other in open_files(pid)}, os.path.realpath(path)
+    if not opened or real in opened:
+        return [pid]
+    return [one for one in _having_open(path) if pid in _holder(one).parents] or [pid]
 
 
 def _holders(pids: Iterable[int]) -> tuple[LockHolder, ...]:

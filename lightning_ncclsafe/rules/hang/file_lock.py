@@ -15,6 +15,7 @@ from lightning_ncclsafe.rules.kit import (
     how_we_know,
     ranks_words,
     straggler_finding,
+    user_location,
     wait_words,
     where_words,
     while_others_wait,
@@ -27,6 +28,10 @@ _REMEDY_WORK = (
 _REMEDY_CIRCLE = (
     "Release the lock before any collective, barrier or save, and before another lock is taken: a call that needs all "
     "ranks cannot be under a lock that only one of them can hold."
+)
+_REMEDY_KEPT = (
+    "Start no process, such as the worker of a dataloader, while the lock is held: a forked process keeps the lock "
+    "until it ends, even if its parent has closed the file. Or end that process before any call that needs all ranks."
 )
 _REMEDY_OTHERS = (
     "Look at that process: wait for it, end it, or give this job its own path (cache folder, lock file). Wait for "
@@ -48,7 +53,7 @@ _REMEDY_PROGRAM = (
 
 def _plan(view: Timeline, finding: Finding) -> Plan:
     """``stop`` if ranks wait for each other, one of them for a lock; else ``unknown``."""
-    return Plan.STOP if finding.remedy == _REMEDY_CIRCLE else Plan.UNKNOWN
+    return Plan.STOP if finding.remedy in (_REMEDY_CIRCLE, _REMEDY_KEPT) else Plan.UNKNOWN
 
 
 def _is_explained(finding: Finding, others: Findings) -> bool:
@@ -130,13 +135,15 @@ def _held_by_rank(view: Timeline, holder: int, ranks: tuple[int, ...]) -> Findin
     needs = any(group.oldest.get(holder) and not {*ranks}.isdisjoint(group.behind) for group in view.groups)
     whose = "" if wait.process is None else f"process {wait.process.pid} of "
     awaits = f"{whose}rank {holder} holds it, and rank {holder} waits in {wait_words(view, holder)}"
+    culprits, remedy = (ranks, _REMEDY_CIRCLE) if wait.process is None else ((holder,), _REMEDY_KEPT)
     end = f" for {ranks_words(ranks)}: none of them can continue" if needs else ""
     path = wait.lock.path
     text = (
         f"{clause(ranks, 'waits|wait')} in line for the lock on {path}, {where_words(view, ranks[0])}; {awaits}{end}."
     )
     # Never certain: the kernel names only the process, and another of its threads may hold the lock and release it.
-    return finding(view, ranks, text, evidence=evidence, remedy=_REMEDY_CIRCLE)
+    location = user_location(view, ranks)
+    return finding(view, culprits, text, location=location, evidence=evidence, remedy=remedy)
 
 
 def _held_outside(view: Timeline, ranks: tuple[int, ...]) -> Finding:
