@@ -102,7 +102,7 @@ def unused_parameters(view: Timeline) -> Iterator[Finding]:
 
     Cannot see:
         Which line left the part out if its name does not appear in forward or training_step; under FSDP, units of equal
-        size.
+        size that are run outside of forward.
     """
     refused = tuple(rank for rank in view.raised if message_of(view.facts[rank]).startswith(_REFUSED))
     if refused:
@@ -313,9 +313,9 @@ def _left_out(view: Timeline, unit: LeftOutUnit) -> Finding:
 
 def _skipped(view: Timeline, first: Shift, deciding: DecidingBranches) -> Finding:
     text = (
-        f"{clause(first.ranks, 'has|have left out')} the part of the model at {short_location(deciding.at)}, which "
-        f"{ranks_words(first.callers)} ran, and its all-gather; later calls were paired with the wrong ones"
-        f"{while_others_wait(view, first.ranks)}."
+        f"{clause(first.ranks, 'has|have left out')} the part of the model at {short_location(deciding.at)} that "
+        f"{ranks_words(first.callers)} ran, and so did not gather its parameters: later calls are paired with the "
+        f"wrong ones{while_others_wait(view, first.ranks)}."
     )
     return finding(
         view,
