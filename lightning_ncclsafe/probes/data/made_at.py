@@ -250,15 +250,12 @@ def _origins(value: ast.expr) -> Iterator[ast.expr]:
 
 
 def chooses(value: ast.expr) -> bool:
-    """Whether an expression takes some of the data, lists it, or orders it; by a known function, a condition, ….
-
-    What data there is then, and who has which, is decided there.
-    """
+    """Whether an expression takes some of the data, lists it, or puts it in an order; by a function, or a condition."""
     return _is_choice_by(_CHOOSING | _ORDERING, value)
 
 
 def _takes(value: ast.expr) -> bool:
-    """Whether an expression takes some of the data, or lists it: then how much there is is decided there."""
+    """The same without what only puts it in an order, and so does not decide how much there is."""
     return _is_choice_by(_CHOOSING, value)
 
 

@@ -22,7 +22,7 @@ class BatchCounts(NamedTuple):
 
     Attributes:
         counts: Backward passes, those that reduce nothing, and the steps of each optimizer.
-        is_over: Whether the batch is over, so that these counts are final.
+        is_over: Whether these counts are final: the batch is over, or the rank makes no more passes in it.
         called: Where its backward passes were called, as far as known.
     """
 
