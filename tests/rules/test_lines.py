@@ -606,15 +606,17 @@ def test_of_a_part_of_the_model_the_loop_around_the_model_is_told() -> None:
 
 
 @pytest.mark.parametrize(
-    ("function", "units", "rule"),
+    ("function", "units", "rule", "line"),
     [
-        ("forward", (UnitKind.FSDP_UNIT,), "unused-parameters"),
-        ("forward", (), "diverged-collectives"),
-        ("rollout", (UnitKind.FSDP_UNIT,), "diverged-collectives"),
+        ("forward", (UnitKind.FSDP_UNIT,), "unused-parameters", 39),
+        ("forward", (), "diverged-collectives", 40),
+        ("rollout", (UnitKind.FSDP_UNIT,), "diverged-collectives", 40),
     ],
     ids=["a part of the model", "the user's own call", "the whole model"],
 )
-def test_a_part_that_forward_leaves_out_on_some_ranks(function: str, units: tuple[UnitKind, ...], rule: str) -> None:
+def test_a_part_that_forward_leaves_out_on_some_ranks(
+    function: str, units: tuple[UnitKind, ...], rule: str, line: int
+) -> None:
     """Units of one size, whose calls look alike; FSDP gathers them where the module is run."""
     known = tuple(ModelUnit(kind=kind, name="tower", elements=16, shard_elements=8, groups=("0",)) for kind in units)
     branch = Branch(line=39, test="if rows.numel():  (line 39)", on=Decides.VALUE, until=40)
@@ -627,7 +629,7 @@ def test_a_part_that_forward_leaves_out_on_some_ranks(function: str, units: tupl
     made = (replace(one, units=known, collectives=tuple(map(placed, one.collectives))) for one in ranks)
     finding = first(job(*made, world=3))
     assert (finding.rule, finding.ranks) == (rule, (1,))
-    assert (finding.location, finding.decided_at) == (f"{FILE}:40 in {function}", f"{FILE}:39 in {function}")
+    assert (finding.location, finding.decided_at) == (f"{FILE}:{line} in {function}", f"{FILE}:39 in {function}")
 
 
 def in_helper(facts: JobFacts, *branches: Branch, file: str = FILE) -> JobFacts:

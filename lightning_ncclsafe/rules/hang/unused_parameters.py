@@ -321,8 +321,8 @@ def _skipped(view: Timeline, first: Shift, deciding: DecidingBranches) -> Findin
         view,
         first.ranks,
         joined((text, deciding.words())),
-        location=location_of(deciding.at),
-        decided_at=deciding.decided_at,
+        location=deciding.decided_at or location_of(deciding.at),
+        decided_at=deciding.condition_at,
         evidence=(*call_evidence(view.divergence), *deciding.evidence(), *how_we_know(view, first.ranks)),
         remedy=_REMEDY_FSDP,
     )
@@ -350,7 +350,8 @@ def _finding(
         joined((text, words)),
         severity=severity,
         confidence=confidence,
-        location=location,
+        # What a rank has left out is decided before it.
+        location=decided_at or location,
         decided_at=decided_at,
         evidence=(*(_evidence(view, ranks) if is_backward else ()), *how_we_know(view, ranks)),
         remedy=remedy,
