@@ -146,6 +146,14 @@ def test_a_broadcast_of_a_library_is_not_taken_for_that_of_its_root() -> None:
     assert found is not None and (found.ranks, found.call.seq, found.callers) == ((1,), 7, (1,))
 
 
+def test_what_the_user_calls_now_and_then_in_place_of_a_librarys_call_is_one_call_more() -> None:
+    finding = first(of("pgrprprprpg", "pgrprprprpr"))
+    assert finding.summary.startswith(
+        "Rank 0 called all_gather (8 elements of Float) at train.py:40 in step, which rank 1 did"
+    )
+    assert (finding.location, finding.confidence) == (f"{USER_FILE}:40 in step", Confidence.LIKELY)
+
+
 def test_of_two_ranks_habit_alone_makes_nothing_certain() -> None:
     """Rank 1 may have left out the first of a kind of call: that of the first validation."""
     finding = first(of("rgrgrgrgzrgrg", "rgrgrgrgrgrg"))

@@ -288,8 +288,15 @@ def _against_habit(
     usual = {call.site for call in before}
     if not callers or not others:
         return None
-    # A new call is an extra one; a call that is usually made later has been made too early.
-    new = [rank for rank in others if aligned[rank][index].site not in usual]
+    # A new call is an extra one; a call that is usually made later has been made too early. A call of the user's in
+    # place of a library's is an extra one, too: the library's comes next.
+    is_libraries = deepest_user_frame(aligned[callers[0]][index].stack) is None
+    new = [
+        rank
+        for rank in others
+        if aligned[rank][index].site not in usual
+        or (is_libraries and deepest_user_frame(aligned[rank][index].stack) is not None)
+    ]
     call = aligned[new[0] if new else callers[0]][index]
     made, skipped = (tuple(new), callers) if new else (callers, others)
     return Shift(ranks=others, call=call, callers=made, others=skipped, count=0, frame=deepest_user_frame(call.stack))
