@@ -24,6 +24,7 @@ WORDS = (
     "communicator data",
     "ranks",
     "] finished ",
+    "-np ",
 )
 """Every first line of these messages has one of these words."""
 
@@ -220,12 +221,13 @@ class _Stalled:
 
     ``Stalled ops: a [missing ranks: 0]``, ``a [ready ranks: 3], b [ready ranks: 0, 1]``, since 0.19 ``Missing ranks:``
     and below it ``0: [a, b]``. If one tensor waits for ranks that wait with another tensor, ranks run different
-    operations.
+    operations. Of a list of those that are ready, the launcher's command shows who is missing.
     """
 
     _BEGINS = "or more tensors were submitted to be reduced"
     _TENSOR = re.compile(r"([\w./:-]{1,300}) \[(missing|ready) ranks: ([\d, ]{1,4000})\]")
     _RANKS = re.compile(r"(?:^|[\s>])(\d{1,7}): \[([^\]]{1,4000})")
+    _LAUNCH = re.compile(r"\b(?:mpirun|mpiexec|horovodrun)\b[^\n]{0,200}?\s--?np +(\d{1,6})\b")
     _MOST_BETWEEN = 4
 
     def __init__(self) -> None:
@@ -233,12 +235,14 @@ class _Stalled:
         self._line = ""
         self._missing: dict[str, set[int]] = {}
         self._ready: dict[str, set[int]] = {}
+        self._world_size = 0
 
     @property
     def is_open(self) -> bool:
         return self._left > 0
 
     def read(self, text: str, _: int | None) -> Iterator[Statement]:
+        self._world_size = self._launched(text) or self._world_size
         begins = self._BEGINS in text
         tensors = self._TENSOR.findall(text) if " ranks: " in text else []
         if begins:
@@ -257,6 +261,11 @@ class _Stalled:
         if not self._left:
             yield from self.flush()
 
+    def _launched(self, text: str) -> int:
+        """The number of ranks that a line starts; 0 for any other line."""
+        command = self._LAUNCH.search(text) if "-np " in text else None
+        return int(command[1]) if command else 0
+
     def _take(self, of: dict[str, set[int]], name: str, who: tuple[int, ...]) -> None:
         if name in of or len(of) < _MOST_LISTED:
             of.setdefault(name, set()).update(who)
@@ -265,6 +274,8 @@ class _Stalled:
         missing, ready = list(self._missing.values()), list(self._ready.values())
         apart = _least(missing) or _least(ready)
         always = set.intersection(*missing) if missing else set()
+        if ready and not missing and self._world_size <= _MOST_LISTED:
+            always = {*range(self._world_size)}.difference(*ready)
         words = "Horovod warns that"
         if apart:
             yield Statement(

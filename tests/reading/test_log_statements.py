@@ -299,6 +299,12 @@ STATEMENTS = {
         POSSIBLE,
     ),
     "Horovod waits": (f"{STALL}\nStalled ops:\na/b_0 [missing ranks: 1, 3]\n", "silent-rank", (1, 3), POSSIBLE),
+    "Horovod waits, and mpirun knows how many ranks there are": (
+        f"$ mpirun -np 4 -x PATH python train.py\n{STALL}\nStalled ops: a [ready ranks: 3, 1], b [ready ranks: 1]\n",
+        "silent-rank",
+        (0, 2),
+        POSSIBLE,
+    ),
     "Horovod waits, by rank": (f"{STALL}\nMissing ranks:\n0: [a, b ...]\n", "silent-rank", (0,), POSSIBLE),
     "Horovod waits, by mpirun's tags": (
         f"[1,0]<stderr>:{STALL}\n[1,0]<stderr>:Stalled ops:a [missing ranks: 1]\n[1,0]<stderr>:b [missing ranks: 1]\n",
