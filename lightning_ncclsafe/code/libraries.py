@@ -287,6 +287,8 @@ BEFORE_SAVING = _in(
 )
 # Called on a logger within a save that has ended by then; the user's own logger may be in any file.
 HOOKS_OF_LOGGERS = _in(Package(names=_PYTORCH.names, folder="/"), "*", functions="after_save_checkpoint")
+# Of the user's model, and of its parts.
+FORWARD = _in(Package(names=_PYTORCH.names, folder="/"), "*", functions="forward")
 # Called on each logger where a call of the Trainer ends, whether it has failed or not.
 FINALIZE = _in(Package(names=_PYTORCH.names, folder="/"), "*", functions="finalize")
 END_OF_CALL = TEARDOWN | AFTER_EXCEPTION

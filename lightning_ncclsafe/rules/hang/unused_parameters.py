@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
-from lightning_ncclsafe.code.libraries import BACKWARD
+from lightning_ncclsafe.code.libraries import BACKWARD, FORWARD
 from lightning_ncclsafe.facts import Branch, Collective, RankFacts, StepFacts, UnitKind
 from lightning_ncclsafe.rules.kit import (
     Confidence,
@@ -212,8 +212,8 @@ def _skipped_unit(view: Timeline) -> tuple[Shift, DecidingBranches] | None:
     unit, deciding = unit_of(first.call, view.facts[first.callers[0]]), decision(view, location_of(first.frame))
     if unit is None or unit.kind is not UnitKind.FSDP_UNIT or deciding is None:
         return None
-    is_in_forward = all(frame.function == first.frame.function == "forward" for frame, _ in deciding.branches)
-    return (first, deciding) if is_in_forward else None
+    is_own = all(frame.function == first.frame.function for frame, _ in deciding.branches)
+    return (first, deciding) if is_own and is_in(FORWARD, [first.frame]) else None
 
 
 def _refusal(view: Timeline, ranks: tuple[int, ...]) -> Finding:
