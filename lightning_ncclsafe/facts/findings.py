@@ -68,7 +68,7 @@ class Finding:
         location: ``"file:line in function"`` of the deepest line in the user's own code; empty if unknown. If hosts
             have the code in different folders, the path is that of the first one.
         decided_at: ``"file:line in function"`` of the condition, loop or jump that may have led ranks to that line or
-            around it, if there is only one; else empty.
+            around it, if there is only one; else empty. If that line is itself a jump, of the condition around it.
         evidence: The observations that support it.
         remedy: What to do.
         plan: What the next start should do about it.
