@@ -19,7 +19,7 @@ class Confidence(str, Enum):
     """How well the facts support a cause."""
 
     CERTAIN = "certain"
-    """The facts allow no other explanation."""
+    """The facts allow no other cause, and no other ranks."""
     LIKELY = "likely"
     """The facts fit this cause best, but another one is conceivable."""
     POSSIBLE = "possible"
