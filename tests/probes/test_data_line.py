@@ -97,6 +97,25 @@ class Rest(Data):
             yield pack
 
 
+class Bucketed(Data):
+    """Rows of one length are packed, and some are left out."""
+
+    def packs(self) -> Iterator[Any]:
+        open_packs: dict[int, list[Any]] = {length: [] for length in (1, 2)}
+        for row in self.rows:
+            if not row:
+                continue
+            pack = open_packs[len(row)]
+            pack.append(row)
+            if len(pack) > SIZE:  # <- closed
+                yield pack
+                open_packs[len(row)] = []
+
+    def __iter__(self) -> Iterator[Any]:
+        for pack in self.packs():
+            yield pack, len(pack)
+
+
 class Ending(Data):
     def __iter__(self) -> Iterator[Any]:
         while True:
@@ -139,6 +158,7 @@ class Passing(Data):
         (Filtered, "filtered", "__iter__"),
         (Caught, "caught", "__iter__"),
         (Rest, "rest", "__iter__"),
+        (Bucketed, "closed", "packs"),
         (Ending, "ending", "__iter__"),
         (Shares, "shares", "__iter__"),
         (Delegating, "delegating", "_each"),

@@ -224,7 +224,8 @@ def _of_yield(node: ast.Yield | ast.YieldFrom, scope: Scope, owner: type, calls:
         found = _with_loops(found, loops, scope, owner, calls)
     elif inner and (loop is not None or _is_in_loop(node, scope)):
         is_split = loop is not None and _splits(_looped_over(loop), scope)
-        return _UNKNOWN if outer or is_split else _only_line(inner, scope)
+        closing = [one for one in inner if not one.jump] if _is_filled_before(node, scope) else []
+        return _UNKNOWN if outer or is_split else _only_line(closing or inner, scope)
     elif loop is None:
         return None
     else:
@@ -233,6 +234,13 @@ def _of_yield(node: ast.Yield | ast.YieldFrom, scope: Scope, owner: type, calls:
         return found
     # What is handed on is chosen by the condition around it; otherwise both decide.
     return _only_line(conditions, scope) if found.given else _UNKNOWN
+
+
+def _is_filled_before(node: ast.Yield | ast.YieldFrom, scope: Scope) -> bool:
+    """Whether it yields a batch that the function fills: what closes it decides, and not what leaves out samples."""
+    name = name_of(node.value) if isinstance(node.value, ast.Name) else ""
+    filling = (call.func for call in scope.calls(_FILLING) if isinstance(call.func, ast.Attribute))
+    return bool(name) and any(name_of(one.value) == name for one in filling)
 
 
 def _counts_as_one(node: ast.YieldFrom, loop: _Loop | None, scope: Scope) -> bool:
