@@ -26,7 +26,7 @@ WORDS = (
     "] finished ",
     "-np ",
 )
-"""Every first line of these messages has one of these words."""
+"""Every first line of these messages has one of these words, and so has the command that starts ranks of MPI."""
 
 
 def _line(text: str) -> str:

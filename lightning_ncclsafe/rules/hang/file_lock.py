@@ -135,14 +135,14 @@ def _held_by_rank(view: Timeline, holder: int, ranks: tuple[int, ...]) -> Findin
     needs = any(group.oldest.get(holder) and not {*ranks}.isdisjoint(group.behind) for group in view.groups)
     whose = "" if wait.process is None else f"process {wait.process.pid} of "
     awaits = f"{whose}rank {holder} holds it, and rank {holder} waits in {wait_words(view, holder)}"
-    culprits, remedy = (ranks, _REMEDY_CIRCLE) if wait.process is None else ((holder,), _REMEDY_KEPT)
     end = f" for {ranks_words(ranks)}: none of them can continue" if needs else ""
     path = wait.lock.path
     text = (
         f"{clause(ranks, 'waits|wait')} in line for the lock on {path}, {where_words(view, ranks[0])}; {awaits}{end}."
     )
-    # Never certain: the kernel names only the process, and another of its threads may hold the lock and release it.
+    culprits, remedy = (ranks, _REMEDY_CIRCLE) if wait.process is None else ((holder,), _REMEDY_KEPT)
     location = user_location(view, ranks)
+    # Never certain: the kernel names only the process, and another of its threads may hold the lock and release it.
     return finding(view, culprits, text, location=location, evidence=evidence, remedy=remedy)
 
 

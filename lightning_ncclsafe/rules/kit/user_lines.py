@@ -159,14 +159,7 @@ class DecidingBranches:
 def with_decision(view: Timeline, finding: Finding) -> Finding:
     """The same finding; if its line is a call that only some ranks have reached, with what may have led around it."""
     if (outer := _outer_decision(view, finding)) is not None:
-        return replace(
-            finding,
-            summary=joined((finding.summary, outer.words())),
-            location=outer.decided_at,
-            decided_at=outer.condition_at,
-            # The line is concluded, not observed.
-            confidence=at_most_likely(finding.confidence),
-        )
+        return as_concluded(replace(finding, summary=joined((finding.summary, outer.words()))), outer)
     deciding = decision(view, finding.location)
     if deciding is None:
         return finding
@@ -178,15 +171,23 @@ def with_decision(view: Timeline, finding: Finding) -> Finding:
     )
     # Nobody wrote that call: what is to be looked at is how often the model is run.
     if deciding.is_of_unit and deciding.is_of_loop and deciding.branches[0][0].function != deciding.at.function:
-        finding = replace(finding, confidence=at_most_likely(finding.confidence))
-        return replace(finding, location=deciding.decided_at, decided_at=deciding.condition_at)
+        return as_concluded(finding, deciding)
     # Without a majority, the rank that made the call may have been named, although it is the other one that jumped.
     is_other_side = 0 < 2 * len(deciding.around) <= len(view.facts) and finding.ranks != deciding.around
     has_jumped = deciding.is_of_rank or _is_early_exit(view, deciding)
     if has_jumped and is_other_side and finding.confidence is not Confidence.CERTAIN:
-        finding = replace(finding, ranks=deciding.around)
-        return replace(finding, location=deciding.decided_at, decided_at=deciding.condition_at)
+        return as_concluded(replace(finding, ranks=deciding.around), deciding)
     return finding
+
+
+def as_concluded(finding: Finding, deciding: DecidingBranches) -> Finding:
+    """The same finding at the line that decides, which is concluded, not observed: it is likely at most."""
+    return replace(
+        finding,
+        location=deciding.decided_at,
+        decided_at=deciding.condition_at,
+        confidence=at_most_likely(finding.confidence),
+    )
 
 
 def _is_early_exit(view: Timeline, deciding: DecidingBranches) -> bool:

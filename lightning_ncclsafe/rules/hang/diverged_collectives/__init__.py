@@ -5,7 +5,6 @@ entries, ``aborts`` a process that gloo has aborted or an exception, ``waits`` t
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from lightning_ncclsafe.rules.hang.diverged_collectives import remedies
 from lightning_ncclsafe.rules.hang.diverged_collectives.aborts import after_abort, misread_sizes
@@ -17,7 +16,7 @@ from lightning_ncclsafe.rules.kit import (
     Plan,
     Timeline,
     all_garbled,
-    at_most_likely,
+    as_concluded,
     circle_of_p2p,
     decision,
     gathering_alone,
@@ -115,5 +114,4 @@ def _at_jump(view: Timeline, finding: Finding) -> Finding:
     deciding = decision(view, finding.location)
     if deciding is None or not deciding.is_jump_on_data or finding.ranks != deciding.around:
         return finding
-    finding = replace(finding, confidence=at_most_likely(finding.confidence))
-    return replace(finding, location=deciding.decided_at, decided_at=deciding.condition_at)
+    return as_concluded(finding, deciding)
