@@ -5,7 +5,7 @@ from dataclasses import replace
 import call_scenes
 import pytest
 import scenes
-from builders import GLOO, NEXT, NEXT_DATA, RUN, TRAINING_STEP, job, process, raised, user
+from builders import GLOO, NEXT, NEXT_DATA, RUN, TRAINING_STEP, USER_FILE, job, process, raised, user
 from call_scenes import ALL_GATHER, INDUCTOR, with_size
 from judged import first
 
@@ -162,8 +162,31 @@ def test_a_dataset_that_waits_for_something_is_not_given_workers() -> None:
 def test_a_hook_that_waits_for_something_is_told_for_what() -> None:
     loop = Branch(line=40, test="while not done.exists():  (line 40)", on=Decides.PASSES, until=41)
     pause = replace(user("on_train_batch_end", 41, code="time.sleep(0.5)"), branches=(loop,))
-    remedy = first(job(GLOO.working(0, RUN, pause, seq=60), *(GLOO.waiting(n, seq=61) for n in (1, 2, 3)))).remedy
-    assert "`while not done.exists():` (line 40)" in remedy
+    found = first(job(GLOO.working(0, RUN, pause, seq=60), *(GLOO.waiting(n, seq=61) for n in (1, 2, 3))))
+    assert "`while not done.exists():` (line 40)" in found.remedy
+    assert (found.location, found.decided_at) == (
+        f"{USER_FILE}:41 in on_train_batch_end",
+        f"{USER_FILE}:40 in on_train_batch_end",
+    )
+
+
+@pytest.mark.parametrize(
+    ("jumps", "decided_at"),
+    [
+        ([("break", 38)], f"{USER_FILE}:37 in wait_for"),
+        ([("break", 43)], f"{USER_FILE}:42 in wait_for"),
+        ([("return", 43)], f"{USER_FILE}:42 in wait_for"),
+        pytest.param([("return", 38)], "", id="a return that may be before the loop"),
+        pytest.param([("break", 38), ("break", 43)], "", id="either may be what is awaited"),
+    ],
+)
+def test_what_ends_a_loop_with_pauses_is_told_as_its_condition(jumps: list[tuple[str, int]], decided_at: str) -> None:
+    tests = [(jump, line, f"if done.exists():  (line {line - 1})") for jump, line in jumps]
+    branches = tuple(Branch(line=line, test=test, on=Decides.VALUE, jump=jump) for jump, line, test in tests)
+    pause = replace(user("wait_for", 41, code="time.sleep(0.5)"), branches=branches)
+    found = first(job(GLOO.working(0, RUN, pause, seq=60), *(GLOO.waiting(n, seq=61) for n in (1, 2, 3))))
+    assert (found.location, found.decided_at) == (f"{USER_FILE}:41 in wait_for", decided_at)
+    assert ("is looked at again" in found.remedy) is bool(decided_at)
 
 
 @pytest.mark.parametrize(

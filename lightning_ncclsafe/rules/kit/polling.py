@@ -2,14 +2,14 @@
 
 import re
 
-from lightning_ncclsafe.facts import Decides, Frame
+from lightning_ncclsafe.facts import Frame
 from lightning_ncclsafe.rules.kit.frames import inside_trainer
-from lightning_ncclsafe.rules.kit.wording import condition_words
+from lightning_ncclsafe.rules.kit.wording import condition_place, condition_words
 
 _SLEEP = re.compile(r"\bsleep\(")
 _REMEDY = (
-    "This line only pauses before {loop} is looked at again: find out what should end that loop (another process, a "
-    "file, a service) and why it does not, and give up with an error after some time."
+    "This line only pauses before {condition} is looked at again: find out what should end that loop (another process, "
+    "a file, a service) and why it does not, and give up with an error after some time."
 )
 
 
@@ -20,9 +20,24 @@ def sleeps(stack: tuple[Frame, ...]) -> bool:
 
 
 def polling_remedy(stack: tuple[Frame, ...]) -> str:
-    """What to do if the user's innermost line pauses in a ``while`` loop that has a condition; empty if it does not."""
+    """What to do if the user's innermost line pauses in a loop that a condition ends; empty if it does not."""
+    condition = _polled(stack)
+    return _REMEDY.format(condition=condition_words(condition)) if condition else ""
+
+
+def polled_at(stack: tuple[Frame, ...]) -> str:
+    """``"path:line in function"`` of the condition that ends the loop in which the user's innermost line pauses."""
+    condition = _polled(stack)
+    return condition_place(condition, stack[-1]) if condition else ""
+
+
+def _polled(stack: tuple[Frame, ...]) -> str:
+    """That condition: of a ``while``, or the only one under which another loop is left; empty if there is none."""
     if not sleeps(stack):
         return ""
-    loops = (one for one in stack[-1].branches if one.on is Decides.PASSES and one.until and not one.jump)
-    tests = [one.test for one in loops if one.test.startswith("while ")]
-    return _REMEDY.format(loop=condition_words(tests[-1])) if tests else ""
+    frame = stack[-1]
+    loops = [one.test for one in frame.branches if one.until and one.test.startswith("while ")]
+    # A return before the line may as well be before the loop.
+    jumps = (one for one in frame.branches if one.jump == "break" or (one.jump == "return" and one.line > frame.line))
+    leaves = [one.test for one in jumps]
+    return loops[-1] if loops else leaves[0] if len(leaves) == 1 else ""

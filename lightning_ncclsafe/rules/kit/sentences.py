@@ -21,6 +21,7 @@ from lightning_ncclsafe.rules.kit.exception_messages import has_given_up
 from lightning_ncclsafe.rules.kit.frames import deepest_user_frame, first_user_frame, inside_trainer, outside_compiler
 from lightning_ncclsafe.rules.kit.landmarks import Kind, condition_around
 from lightning_ncclsafe.rules.kit.machine import Wait, wait_of
+from lightning_ncclsafe.rules.kit.polling import polled_at
 from lightning_ncclsafe.rules.kit.purpose import begins_another_forward, purpose_words
 from lightning_ncclsafe.rules.kit.rule import at_most_likely, once
 from lightning_ncclsafe.rules.kit.timeline import Timeline, stack_of
@@ -75,7 +76,7 @@ def finding(
         severity: How bad it is; by default a warning as long as the run may go on, an error once its time is up.
         location: Where to look; by default the user's line that the first of these ranks is at.
         decided_at: The branch that may have led ranks to that line or around it; by default the condition on the rank
-            around it.
+            around it, or else the condition that ends the loop in which the line pauses.
         evidence: How we know; by default stack, phase and recorder.
         remedy: What to do, if that depends on the facts.
     """
@@ -245,10 +246,10 @@ def user_location(view: Timeline, ranks: Iterable[int]) -> str:
 
 
 def _conditioned_at(view: Timeline, ranks: Iterable[int], location: str) -> str:
-    """Where the condition on the rank around this line is, if the first of these ranks with a stack is there."""
+    """Where the condition on this line is, if the first of these ranks with a stack is there."""
     stack = next(filter(None, (stack_of(view, rank) for rank in ranks)), ())
     to_line = next((stack[: depth + 1] for depth, frame in enumerate(stack) if location_of(frame) == location), ())
-    return condition_place(*condition_around(to_line))
+    return condition_place(*condition_around(to_line)) or polled_at(to_line)
 
 
 def stack_evidence(view: Timeline, ranks: Iterable[int]) -> list[Evidence]:
