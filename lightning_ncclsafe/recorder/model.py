@@ -261,11 +261,14 @@ class Recorder(Generic[_Entry]):
         """The number up to which sends and receives have ended; 0 if unknown.
 
         The part of a batch of one always looks like an open send. Dumps of open entries leave out single sends that
-        have ended: if such a dump contains the last that has ended, and all before it, these are parts.
+        have ended: if such a dump contains the last that has ended, and all before it, these are parts. Parts have no
+        events, so none is ever started or completed.
         """
-        sent = {work.seq for work in works if _is_loose(work) and 0 < work.seq <= completed}
+        loose = [work for work in works if _is_loose(work) and 0 < work.seq <= completed]
+        sent = {work.seq for work in loose}
         is_whole = completed in sent and len(sent) == completed - min(sent) + 1
-        return completed if is_whole else 0
+        are_parts = all(work.entry.get("state") == "scheduled" for work in loose)
+        return completed if is_whole and are_parts else 0
 
     def _judge(self, works: list[Work[_Entry]]) -> None:
         """Sets the states of the works of one group."""

@@ -4,6 +4,7 @@ from functools import cache
 
 import pytest
 from further_incidents import FURTHER
+from late_incidents import LATE
 from mixed_incidents import MIXED
 from running_incidents import RUNNING
 from written_incidents import INCIDENTS, diagnosed, wrong
@@ -16,8 +17,8 @@ from lightning_ncclsafe.facts.findings import Confidence, Diagnosis
 # waits for an idle rank by way of one without a dump is held up by that as far as dumps tell; one rank of four that
 # waits may still move; and numbers that begin again are also those of an earlier moment. Of two jobs the later one
 # counts, even with few dumps; and groups of unknown members that each process names by itself cannot be told apart. A
-# host whose clock is hours behind has dumps like those of an earlier start. Of a circle of more than two ranks, any
-# pair may be the one that does not match.
+# host whose clock is hours behind has dumps like those of an earlier start. What ranks send each other in an all-to-all
+# may differ in size, which is not recorded.
 MISSED = (
     "the_first_call_connects",
     "the_ring_has_lost_it",
@@ -29,7 +30,7 @@ MISSED = (
     "two_ranks_have_dumps_of_another_job",
     "names_of_each_process_and_members_unknown",
     "a_clock_two_hours_behind",
-    "a_send_to_the_wrong_stage",
+    "experts32_an_exchange_never_ends",
 )
 
 
@@ -47,8 +48,8 @@ def test_the_culprit_is_named(name: str) -> None:
 
 
 def test_every_incident_has_a_test() -> None:
-    assert (len(FURTHER), len(MIXED), len(RUNNING)) == (28, 45, 71)
-    assert {*FURTHER, *MIXED, *RUNNING} < set(INCIDENTS)
+    assert (len(FURTHER), len(MIXED), len(RUNNING), len(LATE)) == (28, 45, 71, 34)
+    assert {*FURTHER, *MIXED, *RUNNING, *LATE} < set(INCIDENTS)
 
 
 def test_a_pair_with_both_sides_called_is_named_before_its_waiters() -> None:

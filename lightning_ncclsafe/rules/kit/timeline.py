@@ -34,18 +34,27 @@ _EXCHANGES = ("all_to_all", "alltoall")
 ROOTED = ("broadcast", "scatter", "gather", "reduce")
 """Operations that name one rank, by which they may complete on some ranks before others have begun."""
 
-_SYMMETRIC = ("all_gather", "allgather", "_all_gather", "_allgather", "reduce_scatter", "_reduce_scatter")
+_SYMMETRIC = (
+    *("all_gather", "allgather", "_all_gather", "_allgather", "reduce_scatter", "_reduce_scatter"),
+    *("allreduce_coalesced", "all_reduce_coalesced"),
+)
 
-Signature = tuple[str, int, tuple[str, ...]]
+Signature = tuple[str, tuple[int, ...], tuple[str, ...]]
 
 
 def signature(collective: Collective) -> Signature:
-    """What must be equal on all ranks for a collective to complete: operation, number of elements and types."""
+    """What must be equal on all ranks for a collective to complete: operation, numbers of elements and types."""
     op = collective.op
     if op.startswith(_EXCHANGES):
         # The sizes depend on how much a rank has for each of the others.
-        return op, 0, tuple(sorted(set(collective.dtypes)))
-    return (op, numel(collective), collective.dtypes) if has_one_size(collective) else (op, 0, ())
+        return op, (), tuple(sorted(set(collective.dtypes)))
+    return (op, _sizes(collective), collective.dtypes) if has_one_size(collective) else (op, (), ())
+
+
+def _sizes(collective: Collective) -> tuple[int, ...]:
+    """Number of elements of each tensor that a call coalesces; of all others together."""
+    is_coalesced = collective.op.endswith("_coalesced")
+    return tuple(map(math.prod, collective.input_sizes)) if is_coalesced else (numel(collective),)
 
 
 def has_one_size(collective: Collective) -> bool:

@@ -10,6 +10,7 @@ from lightning_ncclsafe.facts import PAST, Collective, Frame, group_and_backend
 
 _UNITS = ((1_000_000_000_000, "TB"), (1_000_000_000, "GB"), (1_000_000, "MB"), (1_000, "kB"))
 _MAX_RUNS = 12
+_LISTED_TENSORS = 6
 # "is|are": singular and plural.
 _FORMS = re.compile(r"([\w']+)\|([\w']+)")
 
@@ -175,6 +176,10 @@ def call_words(collective: Collective) -> str:
 def _amount(collective: Collective) -> list[str]:
     count = numel(collective)
     kind = f" of {collective.dtypes[0]}" if collective.dtypes else ""
+    sizes = tuple(map(prod, collective.input_sizes))
+    if collective.op.endswith("_coalesced") and 1 < len(sizes) <= _LISTED_TENSORS:
+        # Ranks may have the same tensors in different orders.
+        return [f"{' + '.join(f'{size:,}' for size in sizes)} elements{kind}"]
     if count:
         return [f"{counted(count, 'element')}{kind}"]
     # A barrier has no shapes.

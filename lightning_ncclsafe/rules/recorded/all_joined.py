@@ -99,12 +99,12 @@ def _of_two(view: Timeline, root: Root) -> Finding:
     """A send and its receive."""
     calls = {rank: call for rank in root.ranks if (call := outstanding_p2p(view.facts[rank])) is not None}
     words = " and ".join(f"rank {rank} waits in {described(call)}" for rank, call in calls.items())
+    seen = "both sides have started on their devices" if root.is_sure else "both sides have been called"
     return finding(
         view,
         root.ranks,
-        f"{words}: both sides have been called, and if they had waited there for long, a link or one of the two "
-        "devices is at fault.",
-        confidence=Confidence.POSSIBLE,
+        f"{words}: {seen}, and if they had waited there for long, a link or one of the two devices is at fault.",
+        confidence=Confidence.LIKELY if root.is_sure else Confidence.POSSIBLE,
         evidence=consequence_evidence([root]),
         remedy=_REMEDY,
     )

@@ -17,7 +17,7 @@ from lightning_ncclsafe.rules.kit import (
 
 # These end on no rank before all have called them.
 _OF_ALL = ("all_", "_all", "allgather", "allreduce", "reduce_scatter", "_reduce_scatter", "barrier")
-_OTHER_KIND = {"send": "recv", "recv": "send"}
+OTHER_KIND = {"send": "recv", "recv": "send"}
 
 Op = tuple[str, int]
 """Group and number of a collective."""
@@ -218,7 +218,7 @@ class Calls:
     def facing(self, rank: int, call: Collective) -> Collective | None:
         """The oldest open call of a peer that may be the other side of a send or receive; None if there is none."""
         kind, peer = self.end_of(call) or ("", -1)
-        return self.ends.get(peer, {}).get((call.group, _OTHER_KIND.get(kind, ""), rank))
+        return self.ends.get(peer, {}).get((call.group, OTHER_KIND.get(kind, ""), rank))
 
     def _pair(self, rank: int, call: Collective) -> None:
         end = self.end_of(call)
@@ -233,7 +233,7 @@ class Calls:
         end = self.end_of(call)
         if end is None or not call.pair_number or (end[1], call.group) not in self._counts:
             return Seen.UNKNOWN, None
-        theirs = self._pairs.get((end[1], call.group, _OTHER_KIND[end[0]], rank), {})
+        theirs = self._pairs.get((end[1], call.group, OTHER_KIND[end[0]], rank), {})
         if call.pair_number > max(theirs, default=0):
             return Seen.ABSENT, None
         other = theirs.get(call.pair_number)

@@ -19,7 +19,16 @@ from functools import cached_property
 
 from lightning_ncclsafe.facts import Collective, Group
 from lightning_ncclsafe.rules.kit import Timeline, numel, once, signature
-from lightning_ncclsafe.rules.recorded.calls import Calls, Op, Seen, has_dumps, has_moved, record_of, waits_for_all
+from lightning_ncclsafe.rules.recorded.calls import (
+    OTHER_KIND,
+    Calls,
+    Op,
+    Seen,
+    has_dumps,
+    has_moved,
+    record_of,
+    waits_for_all,
+)
 
 _Node = Hashable
 """A rank, or a collective in which ranks wait."""
@@ -50,6 +59,7 @@ class Root:
         held: Ranks that wait for it, also by way of others, ascending.
         ops: The collectives in which these wait there, by group and number; those of most ranks first.
         circle: All ranks of a circle.
+        is_astray: Whether the ranks are in a send or receive with one that they have never exchanged data with.
         is_sure: Whether this is known, and not only inferred.
     """
 
@@ -58,6 +68,7 @@ class Root:
     held: tuple[int, ...] = ()
     ops: tuple[Op, ...] = ()
     circle: tuple[int, ...] = ()
+    is_astray: bool = False
     is_sure: bool = True
 
 
@@ -184,6 +195,11 @@ class _WaitGraph(Calls):
         end = self.end_of(self.open[rank][0])
         return end[1] if end is not None else None
 
+    def exchanged_with(self, rank: int) -> set[int]:
+        """The peers with which a rank has completed sends and receives."""
+        ends = (self.end_of(call) for call in self.view.facts[rank].collectives if call.completed)
+        return {end[1] for end in ends if end is not None}
+
     def by_number_of_ranks(self, ops: Iterable[Op]) -> list[Op]:
         """These collectives, those in which most ranks wait first."""
         return sorted(ops, key=lambda op: (-len(self.calls[op]), *op))
@@ -256,7 +272,9 @@ class _Roots:
             yield Root(cause=RootCause.DEVICE, ranks=(rank,), held=held, ops=tuple(ops), is_sure=sure)
         elif graph.open.get(rank) and (peer := self._is_with(rank)) is not None:
             if rank < peer or graph.edges.get(peer):
-                yield Root(cause=RootCause.JOINED, ranks=tuple(sorted((rank, peer))), held=held, is_sure=False)
+                pair = tuple(sorted((rank, peer)))
+                started = all(graph.open[one][0].started for one in pair) and graph.lost.isdisjoint(pair)
+                yield Root(cause=RootCause.JOINED, ranks=pair, held=held, is_sure=started)
         elif seen and not graph.open[rank]:
             yield self._idle(rank, held, tuple(ops), is_absent=Seen.ABSENT in seen)
 
@@ -342,19 +360,12 @@ class _Roots:
 
     def _asked_wrongly(self, rank: int, held: tuple[int, ...]) -> tuple[int, ...]:
         """The ranks that wait for a rank, if all of them have exchanged data with others, but never with this rank."""
-        edges = self._graph.edges
-        waiting = tuple(one for one in held if rank in edges.get(one, ()))
+        graph = self._graph
+        waiting = tuple(one for one in held if rank in graph.edges.get(one, ()))
         is_alone = all(isinstance(node, int) for node in self._before.get(rank, ()))
-        known = self._has_exchanged_with(rank)
-        are_strangers = all(
-            known and (theirs := self._has_exchanged_with(one)) and rank not in theirs for one in waiting
-        )
+        known = graph.exchanged_with(rank)
+        are_strangers = all(known and (theirs := graph.exchanged_with(one)) and rank not in theirs for one in waiting)
         return waiting if is_alone and are_strangers and known.isdisjoint(waiting) else ()
-
-    def _has_exchanged_with(self, rank: int) -> set[int]:
-        calls = (call for call in self._facts[rank].collectives if call.completed)
-        ends = map(self._graph.end_of, calls)
-        return {end[1] for end in ends if end is not None}
 
 
 def _ranked(found: list[Root]) -> list[Root]:
@@ -388,6 +399,10 @@ def _unmatched(graph: _WaitGraph, ranks: tuple[int, ...], ops: list[Op], held: t
     inside = set(ranks)
     pairs = [(one, other) for one, other in graph.unmatched if one in inside and other in inside]
     # Or one side is in a send or receive whose other side comes after a call that the first has not reached.
+    if len(astray := _astray(graph, ranks)) == 1:
+        sure = graph.lost.isdisjoint(ranks)
+        cause = RootCause.UNMATCHED
+        return Root(cause=cause, ranks=astray, held=held, ops=tuple(ops), circle=ranks, is_astray=True, is_sure=sure)
     pairs = pairs or [(one, peer) for one in ranks if (peer := graph.waits_with(one)) in inside and peer is not None]
     if not pairs:
         return None
@@ -400,6 +415,25 @@ def _unmatched(graph: _WaitGraph, ranks: tuple[int, ...], ops: list[Op], held: t
     is_sure = (len(waits) == 1 or len(common) == 1) and graph.lost.isdisjoint(ranks)
     who = common if len(common) == 1 else both
     return Root(cause=RootCause.UNMATCHED, ranks=who, held=held, ops=tuple(ops), circle=both, is_sure=is_sure)
+
+
+def _astray(graph: _WaitGraph, circle: tuple[int, ...]) -> tuple[int, ...]:
+    """The ranks whose send went to a rank that they have never exchanged data with, while another one waits for it.
+
+    Or whose receive is from such a rank.
+    """
+    first = {rank: graph.open[rank][0] for rank in circle}
+    ends = {rank: end for rank, call in first.items() if (end := graph.end_of(call)) is not None}
+    found = []
+    for rank, (kind, peer) in ends.items():
+        known = graph.exchanged_with(rank)
+        waits_for_it = any(
+            end == (OTHER_KIND[kind], rank) and other in known and numel(first[other]) == numel(first[rank])
+            for other, end in ends.items()
+        )
+        if (rank, peer) in graph.unmatched and peer not in known and waits_for_it:
+            found.append(rank)
+    return tuple(found)
 
 
 def _different_orders(graph: _WaitGraph, ranks: tuple[int, ...], ops: list[Op], held: tuple[int, ...]) -> Root:

@@ -68,6 +68,8 @@ def _finding(view: Timeline, root: Root) -> Finding:
     if len(calls) == 2 and len({numel(call) for call in calls.values()}) == 2 and _is_a_pair(view, calls):
         sizes = " and ".join(f"{numel(call):,} elements" for call in calls.values())
         why = f"what is sent and what is received differ in size ({sizes})"
+    if root.is_astray and (end := end_of(view, calls[root.ranks[0]])) is not None:
+        why += f", and rank {root.ranks[0]} has never exchanged data with rank {end[1]} before"
     if passed:
         why = clause(passed, "has|have continued without the other side")
     return finding(
