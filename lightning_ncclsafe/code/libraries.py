@@ -364,6 +364,12 @@ REQUESTS = (
     | _in(_package("urllib3", before="-packages/"), "*")
     | _in(_package("httpx", before="-packages/"), "*")
 )
+# Runs on threads of its own, for which no other thread waits.
+HOUSEKEEPING = (
+    _in(_PYTORCH, "callbacks/progress/rich_progress.py", functions="run")
+    | _in(_FABRIC, "strategies/launchers/subprocess_script.py", functions="run")
+    | _in(_package("tqdm"), "_monitor.py", functions="run")
+)
 # Passes what it is given to native code.
 CTYPES = _in(_PYTHON, "ctypes/*")
 HANDING_OVER = _in(_TORCH, "multiprocessing/reductions.py") | _in(_PYTHON, "multiprocessing/resource_sharer.py")

@@ -210,6 +210,9 @@ class MachineFacts:
 
     Attributes:
         main_thread: Its main thread; None until it has been observed for some time.
+        asleep_s: For how many seconds all of its threads, without the guard's, have been asleep, waiting for one
+            another; 0 at the first look that finds them so; None if one runs, has run since, or may wait for something
+            else.
         pressure: Its host and control groups; None likewise.
         garbage: Python's garbage collector.
         ended: Child processes that were killed or failed recently, or that have not been reaped.
@@ -223,6 +226,7 @@ class MachineFacts:
     """
 
     main_thread: MainThreadFacts | None = None
+    asleep_s: float | None = None
     pressure: PressureFacts | None = None
     garbage: GarbageFacts = field(default_factory=GarbageFacts)
     ended: tuple[EndedProcess, ...] = ()

@@ -11,6 +11,10 @@ LONG_S = 300.0
 """How long phases may take that are known to take long, seconds: compilation, starting workers, checkpoints.
 Compiling a large model takes some minutes, as does writing its checkpoint to shared storage."""
 
+UNKNOWN_S = 60.0
+"""From how many seconds on a wait is unusual where nothing is known yet, and in hooks that are called once an epoch or
+once a run: those differ for good reasons."""
+
 BATCHES_TO_KNOW = 5
 """Batches of a kind after which it is known how long they take."""
 

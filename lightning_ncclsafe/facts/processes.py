@@ -10,6 +10,8 @@ GONE = "gone"
 """The state of a process that no longer exists."""
 ENDED = (GONE, "zombie", "dead")
 """States of a process that has ended."""
+STOPPED = ("stopped", "tracing-stop")
+"""States of a process that runs only once another process lets it."""
 ANSWERING = ("running", "sleeping", "idle")
 """States in which a process can be asked for its stack."""
 
@@ -76,6 +78,8 @@ class ProcessFacts:
         last_seen: Where it was shortly before it ended; None if it is alive, or if that is unknown.
         ran_share: Share of a core that its main thread got between two looks, 0 to 1.
         queued_share: Share of the time between them in which it was ready to run but waited for a core.
+        asleep_s: Of a child process, for how many seconds all of its threads have been asleep, waiting for one another;
+            0 at the first look that finds them so; None if one runs, has run since, or may wait for something else.
     """
 
     pid: int
@@ -97,6 +101,7 @@ class ProcessFacts:
     last_seen: LastSeen | None = None
     ran_share: float | None = None
     queued_share: float | None = None
+    asleep_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

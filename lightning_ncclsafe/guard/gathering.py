@@ -20,7 +20,7 @@ from lightning_ncclsafe.exchange import (
     wait_for,
     wait_for_keys,
 )
-from lightning_ncclsafe.facts import ANSWERING, ENDED, Incident, JobFacts, ProcessFacts, RankFacts, codec
+from lightning_ncclsafe.facts import ANSWERING, ENDED, STOPPED, Incident, JobFacts, ProcessFacts, RankFacts, codec
 from lightning_ncclsafe.guard.reporter import Verdict
 from lightning_ncclsafe.probes.host.resources import look_at
 from lightning_ncclsafe.probes.rank_info import RankInfo, info_key
@@ -37,7 +37,7 @@ SEEN_S = 1.0
 # A rank's facts usually have some 60 kB; much more would block the store, which serves all ranks.
 _MOST_BYTES = 4_000_000
 _FEW_COLLECTIVES = 100
-_CANNOT_ANSWER = {*ENDED, "stopped", "tracing-stop", "disk-sleep"}
+_CANNOT_ANSWER = {*ENDED, *STOPPED, "disk-sleep"}
 
 
 def report_deadline_s(world_size: int) -> float:

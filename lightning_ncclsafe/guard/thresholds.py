@@ -7,15 +7,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from lightning_ncclsafe.facts import Phase
-from lightning_ncclsafe.facts.phase_kinds import BATCHES_TO_KNOW, PhaseKind
+from lightning_ncclsafe.facts.phase_kinds import BATCHES_TO_KNOW, UNKNOWN_S, PhaseKind
 from lightning_ncclsafe.rules.kit.activity import Activity
 from lightning_ncclsafe.settings import BACKSTOP_S, Limits
 
 # Once a loop's batches are known. Users wait longer before they look; a garbage collection, a slow file or a busy host
 # takes less.
 FLOOR_S = 10.0
-# Where nothing is known yet, and in hooks that are called once an epoch or once a run: those differ for good reasons.
-UNKNOWN_S = 60.0
+# In phases that take long even in a healthy run: whether what others wait for goes on by itself can be asked early.
+EARLY_S = 20.0
 # How much longer than usual is unusual. Step times differ by less than a factor of two; a rank that has to wait for
 # another's garbage collection, evaluation of one batch or retry of a download stays below this factor.
 MULTIPLE = 4.0
@@ -71,7 +71,7 @@ class IdleTimes:
     def unusual_after_s(self, phase_kind: PhaseKind) -> float:
         """From how many seconds on a stall is unusual in such a phase."""
         kind = self._kinds.get(phase_kind, _Kind())
-        least_s = UNKNOWN_S
+        least_s = EARLY_S if phase_kind.is_long else UNKNOWN_S
         if phase_kind.per_batch and not phase_kind.is_long:
             least_s = FLOOR_S if kind.batches >= BATCHES_TO_KNOW else UNKNOWN_S
         return max(least_s, MULTIPLE * kind.usual_s)

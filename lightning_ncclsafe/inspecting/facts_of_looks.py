@@ -16,6 +16,7 @@ from lightning_ncclsafe.facts import (
     COLLECTOR,
     ENDED,
     GONE,
+    STOPPED,
     ChildProcess,
     EndedProcess,
     FileLockFacts,
@@ -53,7 +54,6 @@ from lightning_ncclsafe.rules.kit.wording import capitalised, location_of, ranks
 _MOST_THREADS = 4
 _SOURCES_S = 1.0
 _COLLECTS = re.compile(r"\bgc\.collect\(")
-_STOPPED = ("stopped", "tracing-stop")
 _NOT_SEEN = (
     "Logged keys, batches of loaders that have no length, and exceptions that were caught before cannot be seen from "
     "outside: a guarded strategy (SafeDDP, SafeFSDP, SafeModelParallel) sees them."
@@ -319,7 +319,7 @@ def _sampled_activities(facts: RankFacts, looks: Sequence[Look]) -> Iterator[Sam
 def _is_silent(seen: SeenRank) -> bool:
     """Whether a guard in its process could not answer: the process is stopped or gone, or keeps Python's lock."""
     last = seen.looks[-1].process
-    return _is_gone(seen) or (last is not None and last.state in _STOPPED) or _keeps_lock(seen)
+    return _is_gone(seen) or (last is not None and last.state in STOPPED) or _keeps_lock(seen)
 
 
 def _is_gone(seen: SeenRank) -> bool:

@@ -40,6 +40,7 @@ from lightning_ncclsafe.probes.process import (
     thread_waits,
     traceback_signal,
 )
+from lightning_ncclsafe.probes.process.asleep import SleepWatch
 from lightning_ncclsafe.probes.process.caught import CaughtExceptions
 from lightning_ncclsafe.probes.process.flight_recorder import FlightRecorder
 from lightning_ncclsafe.probes.process.growth import MemoryGrowth
@@ -129,6 +130,7 @@ class RankProbe:
         self._host = HostProbe()
         self._recorder = FlightRecorder()
         self._growth = MemoryGrowth()
+        self._sleep = SleepWatch()
         self._machine = MachineProbe(interface=lambda: taken_interface(is_cuda=trainer.is_on_gpu()))
         self._gpu = GpuWatch(lambda: gpu_state(local_rank, own_pids=[peer.pid for peer in self.peers.known]))
         self._noted_s = -math.inf
@@ -218,6 +220,7 @@ class RankProbe:
         error = facts.exception.message if facts.exception is not None else ""
         # Not among the slow probes: a starved rank would miss the deadline, and this shows that it is starved.
         machine = _try(lambda: self._machine.read(idle_s), facts.machine, "machine", missing)
+        asleep_s = _try(lambda: self._sleep.asleep_s(self.info.pid), None, "sleep", missing)
         # First the facts that decide between causes; last those that take longest.
         slow: dict[str, Callable[[], Any]] = {
             "trainer": self._trainer.facts,
@@ -265,7 +268,7 @@ class RankProbe:
             if given and owner in found:
                 found[owner] = replace(found[owner], **{lines: given})
         gpu = self._gpu.read(ends_s - time.monotonic())
-        found["machine"] = replace(machine, gpu=gpu)
+        found["machine"] = replace(machine, asleep_s=asleep_s, gpu=gpu)
         return replace(facts, **found, missing=(*missing, *late))
 
     def note_machine(self) -> None:
@@ -300,10 +303,12 @@ class RankProbe:
         return replace(found, memory_growth_bytes_per_s=grows, swap_growth_bytes_per_s=swaps)
 
     def _workers(self) -> tuple[ProcessFacts, ...]:
-        workers = [look_at(pid) for pid in child_processes(besides=[peer.pid for peer in self.peers.known])]
+        children = child_processes(besides=[peer.pid for peer in self.peers.known])
+        workers = [replace(look_at(pid), asleep_s=self._sleep.asleep_s(pid)) for pid in children]
         for index, seen in enumerate(workers[:_WORKERS_ASKED]):
             if self._armed is not None:
                 stack = self._stack_of_worker(seen, self._armed)
+                self._sleep.note_disturbed(seen.pid)
                 raised = child_crashes.raised_in(seen.pid)
                 workers[index] = replace(seen, stack=stacks.with_source(stack), raised=raised)
         return tuple(workers)

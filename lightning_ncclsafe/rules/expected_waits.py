@@ -1,10 +1,21 @@
 """Whether ranks wait for something that usually takes long, so that it is too early to report."""
 
+import math
 from collections.abc import Callable, Iterable
 
-from lightning_ncclsafe.facts import IncidentKind, JobFacts, Phase, RankFacts
-from lightning_ncclsafe.facts.phase_kinds import BATCHES_TO_KNOW, LONG_S, PhaseKind, phase_kind_of
-from lightning_ncclsafe.rules.kit import PAUSE, Kind, Timeline, forget, is_compiling, saves_outside, timeline
+from lightning_ncclsafe.facts import ENDED, STOPPED, IncidentKind, JobFacts, Phase, RankFacts
+from lightning_ncclsafe.facts.phase_kinds import BATCHES_TO_KNOW, LONG_S, UNKNOWN_S, PhaseKind, phase_kind_of
+from lightning_ncclsafe.rules.kit import (
+    ASLEEP_S,
+    PAUSE,
+    Kind,
+    Timeline,
+    asleep_s,
+    forget,
+    is_compiling,
+    saves_outside,
+    timeline,
+)
 
 _ASKED_AGAIN_S = 60.0
 
@@ -20,20 +31,26 @@ def expected_for_s(job: JobFacts, limit_s: Callable[[str], float]) -> float:
     Args:
         limit_s: The hard limit, in seconds, by its name in ``PhaseTimeouts``.
     """
-    incident = job.incident
     if _is_alarming(job):
-        return 0.0
+        return _early_s(job) if job.silent and not _is_known_to_be_lost(job) else 0.0
     view = timeline(job)
     try:
-        if _is_deadlock(view):
-            # Ranks that have come there just now may be on their way.
-            return max(incident.suspect_after_s - min(facts.progress.idle_s for facts in job.ranks), 0.0)
         awaited = tuple(_awaited(view))
-        # If all wait and none is behind, the collective itself takes long: the first one connects.
-        slow = awaited or view.waiting
-        left = [_left_s(view, view.facts[rank], limit_s, is_awaited=bool(awaited)) for rank in slow]
+        left_s = _left_of_all_s(view, awaited, limit_s)
+        is_stuck = _is_deadlock(view) or any(_until_stuck_s(view, rank) == 0 for rank in awaited)
     finally:
         forget()
+    return left_s or (0.0 if is_stuck else _early_s(job))
+
+
+def _left_of_all_s(view: Timeline, awaited: tuple[int, ...], limit_s: Callable[[str], float]) -> float:
+    job, incident = view.job, view.job.incident
+    if _is_deadlock(view):
+        # Ranks that have come there just now may be on their way.
+        return max(_asked_after_s(job) - min(facts.progress.idle_s for facts in job.ranks), 0.0)
+    # If all wait and none is behind, the collective itself takes long: the first one connects.
+    slow = awaited or view.waiting
+    left = [_left_s(view, view.facts[rank], limit_s, is_awaited=bool(awaited)) for rank in slow]
     # No wait goes unreported for longer than this, whatever progress the awaited ranks make.
     waited_left_s = min(LONG_S, incident.timeout_s / 2) - incident.idle_s
     return max(min([*left, waited_left_s]), 0.0) if left else 0.0
@@ -112,9 +129,40 @@ def _left_s(view: Timeline, facts: RankFacts, limit_s: Callable[[str], float], *
     is_busy = is_compiling(facts.stack) or doing.kind is Kind.CHECKPOINT
     if not is_long and not (is_awaited and is_busy):
         return 0.0
+    left_s = min(LONG_S, limit_s(phase_kind.limit_name) / 2) - _idle_or_saving_s(facts)
+    return min(left_s, _until_stuck_s(view, facts.rank))
+
+
+def _until_stuck_s(view: Timeline, rank: int) -> float:
+    """In how many seconds it is known that a rank for which others wait cannot go on by itself; infinite if it may."""
+    facts, doing = view.facts[rank], view.activities[rank]
     if (doing.waits_alone or doing.waits_for_data) and any(child.signal for child in facts.machine.ended):
         return 0.0
-    return min(LONG_S, limit_s(phase_kind.limit_name) / 2) - _idle_or_saving_s(facts)
+    lock = view.lock_waits.get(rank)
+    if lock is not None and lock.holder == rank and lock.process is None:
+        return 0.0
+    slept_s = asleep_s(facts, doing)
+    return max(ASLEEP_S - slept_s, 0.0) if slept_s is not None else math.inf
+
+
+def _early_s(job: JobFacts) -> float:
+    """For how many seconds ranks were asked too early, only to see whether what they wait for goes on by itself."""
+    return max(_asked_after_s(job) - job.incident.idle_s, 0.0)
+
+
+def _asked_after_s(job: JobFacts) -> float:
+    """After how many seconds the wait is unusual, if not for what was found meanwhile."""
+    incident = job.incident
+    opener = next((facts for facts in job.ranks if facts.rank == incident.opened_by), None)
+    is_early = opener is not None and phase_kind_of(opener.progress).is_long
+    least_s = min(UNKNOWN_S, incident.timeout_s / 2) if is_early else 0.0
+    return max(incident.suspect_after_s, least_s)
+
+
+def _is_known_to_be_lost(job: JobFacts) -> bool:
+    """Whether a silent rank is seen to have ended, or to be stopped."""
+    seen = (one for one in job.witnessed if one.rank in job.silent)
+    return any(one.state in (*ENDED, *STOPPED) or one.ended_by or one.exit_code is not None for one in seen)
 
 
 def _evaluates_first_batches(facts: RankFacts, phase_kind: PhaseKind) -> bool:

@@ -6,7 +6,7 @@ import pytest
 
 from lightning_ncclsafe.facts import Phase
 from lightning_ncclsafe.facts.phase_kinds import LONG_S, PhaseKind
-from lightning_ncclsafe.guard.thresholds import FLOOR_S, Thresholds
+from lightning_ncclsafe.guard.thresholds import EARLY_S, FLOOR_S, Thresholds
 from lightning_ncclsafe.settings import check_limits
 
 STEP = PhaseKind(phase=Phase.TRAIN, per_batch=True)
@@ -89,7 +89,7 @@ def test_a_validation_whose_batches_take_ten_times_as_long_as_a_step_is_not_repo
     life = Life()
     for _ in range(3):
         life.train(20, step_s=2)
-        life.stand(40, PhaseKind(phase=Phase.VALIDATE, first=True, per_batch=True), 0)
+        life.stand(19, PhaseKind(phase=Phase.VALIDATE, first=True, per_batch=True), 0)
         for batch in range(1, 10):
             life.stand(20, VALIDATION, batch)
     assert life.asked == []
@@ -103,7 +103,16 @@ def test_a_first_validation_is_given_time_and_a_later_one_is_known() -> None:
     assert life.stand(30, VALIDATION, 11) == FLOOR_S
 
 
-@pytest.mark.parametrize("phase_kind", [FIRST, CHECKPOINT, EPOCH_END, PhaseKind(phase=Phase.INIT)])
+@pytest.mark.parametrize("phase_kind", [FIRST, CHECKPOINT, PhaseKind(phase=Phase.VALIDATE, first=True, per_batch=True)])
+def test_what_takes_long_is_looked_at_early(phase_kind: PhaseKind) -> None:
+    """Only to see whether it can go on by itself: what is said of it is the reporter's."""
+    life = Life()
+    life.train(50)
+    assert life.stand(19, phase_kind) == 0
+    assert life.stand(61, phase_kind) == EARLY_S == 20
+
+
+@pytest.mark.parametrize("phase_kind", [EPOCH_END, PhaseKind(phase=Phase.INIT)])
 def test_elsewhere_ranks_are_asked_after_a_minute_as_ever(phase_kind: PhaseKind) -> None:
     life = Life()
     life.train(50)
@@ -117,7 +126,7 @@ def test_checkpoints_that_take_two_minutes_each_are_soon_known() -> None:
     for _ in range(6):
         life.train(50)
         life.stand(120, CHECKPOINT)
-    assert life.asked == [(60.0, CHECKPOINT)] * 3
+    assert life.asked == [(20.0, CHECKPOINT)] * 3
 
 
 def test_one_incident_that_recovered_poisons_nothing() -> None:

@@ -1,6 +1,7 @@
 """Whether a standstill is to be expected, from constructed facts of all ranks."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import scenes
@@ -27,6 +28,7 @@ from lightning_ncclsafe.facts import (
     Frame,
     IncidentKind,
     JobFacts,
+    MachineFacts,
     Phase,
     ProcessFacts,
     RankFacts,
@@ -109,6 +111,59 @@ def test_a_rank_that_waits_for_a_process_that_was_killed_is_given_no_time() -> N
     assert expected_for_s(scene(waits), no_own_limits) == 277
     lost = replace(waits, machine=replace(waits.machine, ended=(EndedProcess(pid=7, signal="SIGXCPU"),)))
     assert expected_for_s(scene(lost), no_own_limits) == 0
+
+
+def asleep(seconds: float | None, **more: object) -> RankFacts:
+    """A rank whose first batch does not come, and for how long nothing in its process has run."""
+    get = Frame(file="/usr/lib/python3.12/concurrent/futures/_base.py", line=451, function="result")
+    waits = working(user("__getitem__", 12), get, batch=0, **more)
+    return replace(waits, machine=replace(waits.machine, asleep_s=seconds))
+
+
+@pytest.mark.parametrize(("asleep_s", "quiet_s"), [(None, 277), (0.0, 10), (6.5, 3.5), (10.0, 0), (40.0, 0)])
+def test_threads_that_wait_for_one_another_are_given_ten_seconds(asleep_s: float | None, quiet_s: float) -> None:
+    assert expected_for_s(early(asleep(asleep_s), waited_s=23.0), no_own_limits) == quiet_s
+
+
+@pytest.mark.parametrize(("slept_s", "quiet_s"), [((20.0, 30.0), 0), ((20.0, None), 277), ((20.0, 4.0), 6)])
+def test_so_are_workers_of_which_none_can_go_on(slept_s: tuple[float | None, ...], quiet_s: float) -> None:
+    waits = working(NEXT_DATA, action=NEXT, batch=0)
+    workers = tuple(ProcessFacts(pid=pid, asleep_s=one) for pid, one in enumerate(slept_s))
+    assert expected_for_s(early(replace(waits, workers=workers), waited_s=23.0), no_own_limits) == quiet_s
+
+
+def test_a_rank_that_waits_for_peers_sleeps_as_it_should() -> None:
+    waiting = (replace(GLOO.waiting(rank, seq=40, batch=0), machine=MachineFacts(asleep_s=30.0)) for rank in range(4))
+    assert expected_for_s(job(*waiting), no_own_limits) == 277
+
+
+def early(straggler: RankFacts, *, waited_s: float = 20.0) -> JobFacts:
+    """Ranks that wait in the first batch ask early, before it is unusual that they wait."""
+    facts = job(straggler, *(GLOO.waiting(rank, seq=40, idle=waited_s, batch=0) for rank in (1, 2, 3)))
+    return replace(facts, incident=replace(facts.incident, opened_by=1, idle_s=waited_s, suspect_after_s=20.0))
+
+
+def test_whoever_asks_early_reports_only_what_cannot_go_on() -> None:
+    in_a_hook = working(user("evaluate", 40), action=EPOCH_END, batch=0)
+    assert expected_for_s(early(in_a_hook), no_own_limits) == 40
+    assert expected_for_s(early(in_a_hook, waited_s=61.0), no_own_limits) == 0
+    assert expected_for_s(early(replace(asleep(10.0), progress=in_a_hook.progress)), no_own_limits) == 0
+
+
+@pytest.mark.parametrize(
+    ("seen", "quiet_s"),
+    [
+        ({"state": "running"}, 40),
+        ({"state": "zombie"}, 0),
+        ({"state": "stopped"}, 0),
+        ({"state": "", "exit_code": 3}, 0),
+        ({"state": "", "ended_by": "SIGKILL"}, 0),
+    ],
+)
+def test_a_silent_rank_may_be_busy_unless_it_is_seen_to_be_lost(seen: dict[str, Any], quiet_s: float) -> None:
+    facts = early(working(STEP, batch=0))
+    witnessed = (ProcessFacts(pid=7, rank=0, **seen),)
+    assert expected_for_s(replace(facts, ranks=facts.ranks[1:], witnessed=witnessed), no_own_limits) == quiet_s
 
 
 def test_what_is_usual_work_is_not_expected_to_be_long() -> None:

@@ -16,6 +16,7 @@ from lightning_ncclsafe.facts import (
     RankFacts,
 )
 from lightning_ncclsafe.facts.findings import Confidence, Diagnosis, Finding, Plan
+from lightning_ncclsafe.rules.expected_waits import expected_for_s
 from lightning_ncclsafe.rules.judging import judge
 
 PATH = "/cache/x.lock"
@@ -49,6 +50,15 @@ def told(facts: JobFacts) -> Diagnosis:
 
 def first(*ranks: RankFacts, world: int = 2, witnessed: tuple[ProcessFacts, ...] = ()) -> Finding:
     return told(job(*ranks, world=world, witnessed=witnessed)).findings[0]
+
+
+@pytest.mark.parametrize(("holder", "quiet_s"), [(1, 0), (0, 40)])
+def test_a_lock_that_a_rank_has_itself_is_reported_at_once(holder: int, quiet_s: float) -> None:
+    """Even in the first batch: no time mends it."""
+    waits = replace(at_lock(1, rank_process(holder)), progress=GLOO.working(1, seq=1, batch=0).progress)
+    facts = job(GLOO.waiting(0, seq=2, batch=0, idle=20.0), waits, world=2)
+    incident = replace(facts.incident, idle_s=20.0, suspect_after_s=20.0)
+    assert expected_for_s(replace(facts, incident=incident), lambda _: 1800.0) == quiet_s
 
 
 def test_a_rank_that_works_under_a_lock_is_named_with_its_line() -> None:

@@ -188,7 +188,7 @@ class _GilLook(NamedTuple):
 
 
 def _look_at(folders: Iterable[Path]) -> list[_GilLook]:
-    return [_GilLook(_turns_s(folder)[0], _woken(folder), wait_channel(folder)) for folder in folders]
+    return [_GilLook(_turns_s(folder)[0], times_woken(folder), wait_channel(folder)) for folder in folders]
 
 
 def _woken_between(before: _GilLook, now: _GilLook) -> int:
@@ -206,7 +206,8 @@ def _is_of_gil(looks: Sequence[_GilLook]) -> bool:
     return by_futex and woken >= _LEAST_WOKEN and now.ran_s - before.ran_s < woken * _MOST_RUN_S
 
 
-def _woken(folder: Path) -> int | None:
+def times_woken(folder: Path) -> int | None:
+    """How often a process's main thread, or another thread, has been woken up; None where unknown."""
     return or_none(lambda: int(line_after(folder / "status", "voluntary_ctxt_switches:")))
 
 

@@ -29,6 +29,9 @@ from lightning_ncclsafe.rules.kit.landmarks import Kind, Landmark, condition_in,
 AGREEMENT = "agreement:"
 """Prefix of the name of an action in which a rank presents its loaders; the hook that returned them follows."""
 
+ASLEEP_S = 10.0
+"""Threads that have waited for one another for so long will not go on by themselves."""
+
 PAUSE = "pause:"
 """Prefix of the name of an action that is a pause a rank has announced; the reason follows."""
 
@@ -237,6 +240,19 @@ def _is_known_to_rest(facts: RankFacts) -> bool:
     if thread is None or thread.ran_s is None:
         return False
     return thread.ran_s + (thread.queued_s or 0.0) < _COMPUTES * thread.over_s
+
+
+def asleep_s(facts: RankFacts, doing: Activity) -> float | None:
+    """For how many seconds all threads that could end a rank's own wait have been asleep, waiting for one another.
+
+    If it waits for the workers of its loader, theirs; else those of its process and of all workers. None if one runs or
+    waits for something else, if the rank waits for peers, or if that is unknown.
+    """
+    slept_s = [worker.asleep_s for worker in facts.workers]
+    if not (doing.waits_for_data and slept_s):
+        slept_s.append(facts.machine.asleep_s)
+    known = [one for one in slept_s if one is not None]
+    return min(known) if len(known) == len(slept_s) and not doing.waits_for_peers else None
 
 
 def awaited_thread(facts: RankFacts) -> AwaitedThread | None:

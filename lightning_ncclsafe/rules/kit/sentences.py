@@ -16,7 +16,7 @@ from lightning_ncclsafe.facts import (
     TriedAddress,
 )
 from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding, Severity
-from lightning_ncclsafe.rules.kit.activity import has_no_trainer
+from lightning_ncclsafe.rules.kit.activity import ASLEEP_S, asleep_s, has_no_trainer
 from lightning_ncclsafe.rules.kit.exception_messages import has_given_up
 from lightning_ncclsafe.rules.kit.frames import deepest_user_frame, first_user_frame, inside_trainer, outside_compiler
 from lightning_ncclsafe.rules.kit.landmarks import Kind, condition_around
@@ -345,6 +345,16 @@ def _child_evidence(view: Timeline, ranks: Iterable[int]) -> Iterator[Evidence]:
             yield Evidence(source="process", rank=facts.rank, text=text)
 
 
+def _sleep_evidence(view: Timeline, ranks: Iterable[int]) -> Iterator[Evidence]:
+    """That nothing in a rank's process, or in its loader's workers, can go on by itself."""
+    for rank in [rank for rank in ranks if rank in view.facts][:_LISTED]:
+        slept_s = asleep_s(view.facts[rank], view.activities[rank])
+        if slept_s is not None and slept_s >= ASLEEP_S:
+            who = "workers" if view.activities[rank].waits_for_data and view.facts[rank].workers else "process"
+            text = f"All threads of its {who} have slept for {duration_words(slept_s)}, each waiting for another."
+            yield Evidence(source="process", rank=rank, text=text)
+
+
 def awaited_process_sentence(view: Timeline, ranks: Iterable[int]) -> str:
     """``"Rank 1 reads from its child process 123 (sh -c), which is sleeping."``; empty if no rank waits for one."""
     facts = (view.facts[rank] for rank in [*ranks][:_LISTED] if rank in view.facts)
@@ -379,7 +389,7 @@ def _child_words(child: ChildProcess) -> Iterator[str]:
 
 
 def how_we_know(view: Timeline, ranks: Iterable[int]) -> tuple[Evidence, ...]:
-    """The evidence of nearly every finding: stack, phase, recorder, file locks and awaited processes of these ranks."""
+    """The evidence of nearly every finding: stack, phase, recorder, locks, processes and threads of these ranks."""
     listed = list(ranks)
     return (
         *stack_evidence(view, listed),
@@ -387,6 +397,7 @@ def how_we_know(view: Timeline, ranks: Iterable[int]) -> tuple[Evidence, ...]:
         *recorder_evidence(view),
         *_lock_evidence(view),
         *_child_evidence(view, listed),
+        *_sleep_evidence(view, listed),
     )
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from enum import Enum
 
 from lightning_ncclsafe.code.libraries import STORAGE_COPIES
-from lightning_ncclsafe.facts import COLLECTOR, EndedProcess, Frame, ProcessFacts
+from lightning_ncclsafe.facts import COLLECTOR, STOPPED, EndedProcess, Frame, ProcessFacts
 from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding
 from lightning_ncclsafe.rules.kit.frames import deepest_user_frame
 from lightning_ncclsafe.rules.kit.landmarks import is_in_wait
@@ -50,7 +50,7 @@ def silent_processes(view: Timeline, reason: Reason) -> Iterator[tuple[int, Proc
 
 def reason_of(process: ProcessFacts) -> Reason:
     """What keeps this process from answering, as far as visible from outside."""
-    if process.state in ("stopped", "tracing-stop") or wait_of(process.wait_channel) is Wait.FREEZER:
+    if process.state in STOPPED or wait_of(process.wait_channel) is Wait.FREEZER:
         return Reason.STOPPED
     if process.stack and process.stack[-1].file == COLLECTOR:
         return Reason.COLLECTING
