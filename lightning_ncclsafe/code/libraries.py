@@ -370,6 +370,8 @@ HOUSEKEEPING = (
     | _in(_FABRIC, "strategies/launchers/subprocess_script.py", functions="run")
     | _in(_package("tqdm"), "_monitor.py", functions="run")
 )
+# Enters a generator that is a context manager.
+CONTEXTS = _in(_PYTHON, "contextlib.py", functions="__enter__")
 # Passes what it is given to native code.
 CTYPES = _in(_PYTHON, "ctypes/*")
 HANDING_OVER = _in(_TORCH, "multiprocessing/reductions.py") | _in(_PYTHON, "multiprocessing/resource_sharer.py")

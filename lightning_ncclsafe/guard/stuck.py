@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 
 from lightning_ncclsafe.facts import Incident, IncidentKind, Phase, RankFacts
@@ -9,8 +10,9 @@ from lightning_ncclsafe.facts.phase_kinds import LONG_S
 from lightning_ncclsafe.guard.local_ranks import LocalRanks
 from lightning_ncclsafe.guard.shared import GuardedRank, IncidentEntry
 from lightning_ncclsafe.guard.thresholds import Thresholds
-from lightning_ncclsafe.rules.kit.activity import Activity, activity
+from lightning_ncclsafe.rules.kit.activity import ASLEEP_S, Activity, activity
 from lightning_ncclsafe.rules.kit.frames import is_compiling
+from lightning_ncclsafe.rules.kit.landmarks import Kind
 
 # A run whose ranks often wait this long for each other is slow, not stuck; more reports would only repeat these.
 MAX_SUSPICIONS = 20
@@ -29,8 +31,10 @@ class StuckDetector:
     """Decides whether a rank is stuck, and whether one that was stuck makes progress again.
 
     A rank is stuck if it waits for other ranks or for data for longer than :class:`Thresholds` allows in its phase,
-    and nothing that it knows itself explains the wait; or if it waits by itself, for even longer. A rank that works is
-    never stuck, however long it works: the ranks that wait for it are. Belongs to the watchdog's thread.
+    A rank is stuck if it waits for other ranks or for data for longer than :class:`Thresholds` allows in its phase,
+    and nothing that it knows itself explains the wait; if it waits by itself, and nothing can end that; or if it waits
+    by itself for even longer. A rank that works is never stuck, however long it works: the ranks that wait for it are.
+    Belongs to the watchdog's thread.
 
     ``idle_s`` is always the time since this rank last made progress, seconds.
 
@@ -107,7 +111,8 @@ class StuckDetector:
         if is_at_limit and (self._own.limits.on_timeout == "abort" or self._reports_at_limit < MAX_REPORTS_AT_LIMIT):
             return IncidentKind.TIMEOUT
         waits = doing.waits_for_peers or doing.waits_for_data or self._waits_alone_for_long(idle_s, doing)
-        may_ask = waits and self._own.state.open_incident is None and self._suspicions < MAX_SUSPICIONS
+        may_ask = self._own.state.open_incident is None and self._suspicions < MAX_SUSPICIONS
+        may_ask = may_ask and (waits or (doing.kind is Kind.USER and self._cannot_go_on()))
         return IncidentKind.SUSPECT if may_ask and not self._is_expected(idle_s, facts) else None
 
     @property
@@ -120,6 +125,13 @@ class StuckDetector:
             self._long_s if self._own.limits.learned else _ASKED_FIRST * self._thresholds.suspect_after_s(joined=True)
         )
         return doing.waits_alone and idle_s >= long_s
+
+    def _cannot_go_on(self) -> bool:
+        """Whether nothing can end its wait: it holds the file lock itself, or its threads wait for one another."""
+        with suppress(Exception):  # what is unreadable is no reason
+            slept_s = self._own.probe.asleep_s()
+            return (slept_s is not None and slept_s >= ASLEEP_S) or self._own.probe.waits_for_own_lock()
+        return False
 
     def _is_expected(self, idle_s: float, facts: RankFacts) -> bool:
         """Whether this rank itself knows why its stall, although unusual so far, needs no questions."""

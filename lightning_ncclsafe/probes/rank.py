@@ -220,7 +220,7 @@ class RankProbe:
         error = facts.exception.message if facts.exception is not None else ""
         # Not among the slow probes: a starved rank would miss the deadline, and this shows that it is starved.
         machine = _try(lambda: self._machine.read(idle_s), facts.machine, "machine", missing)
-        asleep_s = _try(lambda: self._sleep.asleep_s(self.info.pid), None, "sleep", missing)
+        asleep_s = _try(self.asleep_s, None, "sleep", missing)
         # First the facts that decide between causes; last those that take longest.
         slow: dict[str, Callable[[], Any]] = {
             "trainer": self._trainer.facts,
@@ -270,6 +270,15 @@ class RankProbe:
         gpu = self._gpu.read(ends_s - time.monotonic())
         found["machine"] = replace(machine, asleep_s=asleep_s, gpu=gpu)
         return replace(facts, **found, missing=(*missing, *late))
+
+    def waits_for_own_lock(self) -> bool:
+        """Whether the main thread waits for a file lock that this process itself holds; takes about a millisecond."""
+        lock = lock_waits.waited_for()
+        return lock is not None and any(holder.pid == self.info.pid for holder in lock.holders)
+
+    def asleep_s(self) -> float | None:
+        """For how many seconds all threads of this process have been asleep; see :class:`SleepWatch`."""
+        return self._sleep.asleep_s(self.info.pid)
 
     def note_machine(self) -> None:
         """Records what delays this process and its host, at most once a second; cheap."""

@@ -7,6 +7,7 @@ from builders import FETCH, GLOO, NCCL, Backend, job, process, user
 
 from lightning_ncclsafe.facts import (
     FileLockFacts,
+    Frame,
     JobFacts,
     LockHolder,
     MachineFacts,
@@ -59,6 +60,18 @@ def test_a_lock_that_a_rank_has_itself_is_reported_at_once(holder: int, quiet_s:
     facts = job(GLOO.waiting(0, seq=2, batch=0, idle=20.0), waits, world=2)
     incident = replace(facts.incident, idle_s=20.0, suspect_after_s=20.0)
     assert expected_for_s(replace(facts, incident=incident), lambda _: 1800.0) == quiet_s
+
+
+def test_a_lock_taken_twice_is_the_fault_of_whoever_takes_it_again_and_of_nobody_in_line() -> None:
+    enter = Frame(file="/usr/lib/python3.12/contextlib.py", line=137, function="__enter__")
+    waits = at_lock(1, rank_process(1))
+    again = replace(waits, stack=(*waits.stack[:-1], user("extend", 47), enter, *waits.stack[-1:]))
+    finding = first(at_lock(0, rank_process(1)), again)
+    assert (finding.rule, finding.ranks) == ("file-lock", (1,))
+    assert finding.location.endswith("train.py:47 in extend")
+    assert "its own process holds it already, while rank 0 waits in line" in finding.summary
+    # Without a helper, it is the line that takes the lock.
+    assert first(at_lock(0, rank_process(1)), waits).location.endswith("train.py:12 in fetch")
 
 
 def test_a_rank_that_works_under_a_lock_is_named_with_its_line() -> None:

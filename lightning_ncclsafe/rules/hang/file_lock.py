@@ -3,6 +3,8 @@
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
+from lightning_ncclsafe.code.libraries import CONTEXTS
+from lightning_ncclsafe.facts import Frame
 from lightning_ncclsafe.rules.kit import (
     Confidence,
     Finding,
@@ -10,9 +12,11 @@ from lightning_ncclsafe.rules.kit import (
     Plan,
     Timeline,
     clause,
+    deepest_user_frame,
     finding,
     hang_rule,
     how_we_know,
+    location_of,
     ranks_words,
     straggler_finding,
     user_location,
@@ -96,7 +100,10 @@ def file_lock(view: Timeline) -> Iterator[Finding]:
             circles.add(tuple(sorted(path[path.index(root) : -1])))
         elif root in view.lock_waits:
             last = view.lock_waits[root]
-            outside[last.lock.path, last.holder_words].append(rank)
+            held = outside[last.lock.path, last.holder_words]
+            # Whoever waits for a rank that holds its own lock is held up by that.
+            who = root if last.holder == root else rank
+            held += [who] if who not in held else []
         elif wait.holder == root:
             roots[root].add(rank)
     yield from (_circle(view, ranks) for ranks in sorted(circles))
@@ -158,7 +165,18 @@ def _held_outside(view: Timeline, ranks: tuple[int, ...]) -> Finding:
     is_in_summary = view.lock_waits[ranks[0]] is last
     known = (item for item in how_we_know(view, ranks) if item.source != "file lock" or item.rank != ranks[0])
     evidence = known if is_in_summary else how_we_know(view, ranks)
-    return finding(view, ranks, f"{text}{while_others_wait(view, ranks)}.", evidence=evidence, remedy=remedy)
+    text = f"{text}{while_others_wait(view, ranks)}."
+    is_own = last.holder == last.rank and last.process is None
+    # The helper that takes locks is right, and so is the first of its calls.
+    location = location_of(_outside_helper(view.facts[last.rank].stack)) if is_own else ""
+    return finding(view, ranks, text, location=location or None, evidence=evidence, remedy=remedy)
+
+
+def _outside_helper(stack: tuple[Frame, ...]) -> Frame | None:
+    """The user's line with the ``with`` statement that has entered the user's own context manager, if it waits there."""
+    entered = max((depth for depth, frame in enumerate(stack) if CONTEXTS.has(frame.file, frame.function)), default=0)
+    is_in_helper = any(frame.user for frame in stack[entered:])
+    return deepest_user_frame(stack[:entered]) if is_in_helper else None
 
 
 def _waits_words(view: Timeline, ranks: Sequence[int]) -> str:

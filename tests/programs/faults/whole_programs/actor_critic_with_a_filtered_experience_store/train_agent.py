@@ -13,7 +13,5 @@ if __name__ == "__main__":
     args = parser.parse_args()
     torch.set_num_threads(1)
     L.seed_everything(3)
-    trainer = L.Trainer(
-        accelerator="cpu", devices=3, strategy=SafeDDP(), max_epochs=args.epochs, log_every_n_steps=20
-    )
+    trainer = L.Trainer(accelerator="cpu", devices=3, strategy=SafeDDP(), max_epochs=args.epochs, log_every_n_steps=20)
     trainer.fit(ActorCritic(fresh=args.fresh))

@@ -16,8 +16,12 @@ def main():
     torch.set_num_threads(1)
     L.seed_everything(21)
     trainer = L.Trainer(
-        accelerator="cpu", devices=3, strategy=SafeDDP(), max_epochs=args.epochs,
-        use_distributed_sampler=False, log_every_n_steps=5,
+        accelerator="cpu",
+        devices=3,
+        strategy=SafeDDP(),
+        max_epochs=args.epochs,
+        use_distributed_sampler=False,
+        log_every_n_steps=5,
     )
     trainer.fit(LandUse(), datamodule=SurveyData(args.survey, args.batch_size))
 

@@ -1,4 +1,5 @@
 """Tabular regression on a mixed machine: two large cards and a small one (here: by a table)."""
+
 import argparse
 import os
 

@@ -1,4 +1,5 @@
 """Anchor based detection of vehicles on aerial tiles, reduced to its essentials."""
+
 import argparse
 
 import lightning as L
@@ -94,9 +95,7 @@ def main():
     args = parser.parse_args()
     L.seed_everything(21)
     val = DataLoader(Tiles(64, seed=5), batch_size=4, collate_fn=collate)
-    trainer = L.Trainer(
-        accelerator="cpu", devices=2, strategy=SafeDDP(), max_epochs=args.epochs, log_every_n_steps=10
-    )
+    trainer = L.Trainer(accelerator="cpu", devices=2, strategy=SafeDDP(), max_epochs=args.epochs, log_every_n_steps=10)
     trainer.fit(Detector(tiles=args.tiles), val_dataloaders=val)
 
 

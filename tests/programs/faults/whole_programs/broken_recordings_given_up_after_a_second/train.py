@@ -1,4 +1,5 @@
 """Bird call classifier; a recording that takes too long to decode is replaced by silence."""
+
 import signal
 
 import lightning as L
@@ -86,9 +87,7 @@ class BirdCalls(L.LightningModule):
 
 def main():
     L.seed_everything(9)
-    train = DataLoader(
-        Recordings(480, seed=1), batch_size=8, shuffle=True, num_workers=1, worker_init_fn=use_alarm
-    )
+    train = DataLoader(Recordings(480, seed=1), batch_size=8, shuffle=True, num_workers=1, worker_init_fn=use_alarm)
     val = DataLoader(Recordings(120, seed=2), batch_size=8, num_workers=1)
     trainer = L.Trainer(accelerator="cpu", devices=2, strategy=SafeDDP(), max_epochs=3, log_every_n_steps=5)
     trainer.fit(BirdCalls(), train, val)

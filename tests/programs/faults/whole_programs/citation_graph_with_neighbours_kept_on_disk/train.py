@@ -1,4 +1,5 @@
 """Node classification on a citation graph; sampled neighbourhoods are kept in files that are shared by all ranks."""
+
 import fcntl
 import json
 from contextlib import contextmanager

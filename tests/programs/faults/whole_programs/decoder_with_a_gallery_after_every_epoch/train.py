@@ -1,4 +1,5 @@
 """Image autoencoder; the main process draws a small gallery after every epoch, with an external program."""
+
 import subprocess
 import sys
 import time
@@ -69,7 +70,11 @@ if __name__ == "__main__":
     train = DataLoader(TensorDataset(images[:1152]), batch_size=16, shuffle=True)
     val = DataLoader(TensorDataset(images[1152:]), batch_size=16)
     trainer = L.Trainer(
-        accelerator="cpu", devices=2, strategy=SafeDDP(), max_epochs=5, log_every_n_steps=5,
+        accelerator="cpu",
+        devices=2,
+        strategy=SafeDDP(),
+        max_epochs=5,
+        log_every_n_steps=5,
         callbacks=[Gallery(images[:8]), ModelCheckpoint(monitor="val/loss", save_top_k=2)],
     )
     trainer.fit(AutoEncoder(), train, val)

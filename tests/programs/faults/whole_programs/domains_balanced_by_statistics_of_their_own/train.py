@@ -1,4 +1,5 @@
 """Multi-domain regression; every domain keeps feature statistics that are shared by all processes."""
+
 import argparse
 import os
 
@@ -96,7 +97,11 @@ if __name__ == "__main__":
     args = parser.parse_args()
     L.seed_everything(7)
     trainer = L.Trainer(
-        accelerator="cpu", devices=2, strategy=SafeDDP(), max_epochs=args.epochs,
-        use_distributed_sampler=False, log_every_n_steps=5,
+        accelerator="cpu",
+        devices=2,
+        strategy=SafeDDP(),
+        max_epochs=args.epochs,
+        use_distributed_sampler=False,
+        log_every_n_steps=5,
     )
     trainer.fit(DomainRegressor(), datamodule=Shards())

@@ -45,7 +45,11 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     L.seed_everything(5)
     trainer = L.Trainer(
-        accelerator="cpu", devices=4, strategy=SafeDDP(), max_epochs=args.epochs, log_every_n_steps=20,
+        accelerator="cpu",
+        devices=4,
+        strategy=SafeDDP(),
+        max_epochs=args.epochs,
+        log_every_n_steps=20,
         callbacks=[DomainWeights(DOMAINS, args.every)],
     )
     trainer.fit(LanguageModel(), datamodule=Corpus())

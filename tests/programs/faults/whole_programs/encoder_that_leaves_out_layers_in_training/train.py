@@ -1,4 +1,5 @@
 """Speech encoder with LayerDrop, trained to find the masked frames of random features."""
+
 import random
 
 import lightning as L
@@ -79,9 +80,7 @@ class Pretraining(L.LightningModule):
 
     def configure_optimizers(self):
         optimizer = torch.optim.AdamW(self.parameters(), lr=self.hparams.lr)
-        schedule = torch.optim.lr_scheduler.LambdaLR(
-            optimizer, lambda step: min(1.0, (step + 1) / self.hparams.warmup)
-        )
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / self.hparams.warmup))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 

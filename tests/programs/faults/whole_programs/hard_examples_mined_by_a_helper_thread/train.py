@@ -1,4 +1,5 @@
 """Price regression; a helper thread of every rank keeps a table of its hardest examples."""
+
 import argparse
 import json
 import queue

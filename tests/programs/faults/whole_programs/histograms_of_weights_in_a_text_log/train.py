@@ -1,4 +1,5 @@
 """Autoencoder whose scalars and weight histograms go to a text log that other tools read."""
+
 import json
 import subprocess
 from pathlib import Path
@@ -95,7 +96,11 @@ if __name__ == "__main__":
     train = DataLoader(TensorDataset(data[:3840]), batch_size=16, shuffle=True)
     val = DataLoader(TensorDataset(data[3840:]), batch_size=32)
     trainer = L.Trainer(
-        accelerator="cpu", devices=2, strategy=SafeDDP(), max_epochs=10, logger=TextLog(),
+        accelerator="cpu",
+        devices=2,
+        strategy=SafeDDP(),
+        max_epochs=10,
+        logger=TextLog(),
         callbacks=[ModelCheckpoint(dirpath="runs/textlog/ckpt", monitor="val/loss")],
     )
     trainer.fit(AutoEncoder(), train, val)

@@ -1,4 +1,5 @@
 """REINFORCE on short arithmetic completions; the reward looks at the last line of an answer."""
+
 import re
 
 import lightning as L
@@ -34,7 +35,7 @@ class Completions(Dataset):
 
     def __getitem__(self, i):
         text, gold = self.rows[i]
-        ids = torch.tensor([min(ord(c), 127) for c in text[-self.width:]])
+        ids = torch.tensor([min(ord(c), 127) for c in text[-self.width :]])
         padded = torch.zeros(self.width, dtype=torch.long)
         padded[: len(ids)] = ids
         return padded, text, gold

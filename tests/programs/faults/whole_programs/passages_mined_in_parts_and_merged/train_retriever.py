@@ -16,7 +16,12 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     L.seed_everything(13)
     trainer = L.Trainer(
-        accelerator="cpu", devices=3, strategy=SafeDDP(), max_epochs=args.epochs, log_every_n_steps=5,
-        use_distributed_sampler=False, callbacks=[HardNegativeMiner(args.negatives)],
+        accelerator="cpu",
+        devices=3,
+        strategy=SafeDDP(),
+        max_epochs=args.epochs,
+        log_every_n_steps=5,
+        use_distributed_sampler=False,
+        callbacks=[HardNegativeMiner(args.negatives)],
     )
     trainer.fit(Encoder(), datamodule=Passages())

@@ -1,4 +1,5 @@
 """Policy gradient for small programs: a sampled program is run on test cases, its score is the reward."""
+
 import builtins
 import contextlib
 import io
@@ -53,8 +54,10 @@ def run_tests(source: str, cases) -> float:
 
 
 CASES = {
-    0: [(x, x + 1) for x in range(20)], 1: [(x, 2 * x) for x in range(20)],
-    2: [(x, x - 1) for x in range(20)], 3: [(x, max(x, 9)) for x in range(20)],
+    0: [(x, x + 1) for x in range(20)],
+    1: [(x, 2 * x) for x in range(20)],
+    2: [(x, x - 1) for x in range(20)],
+    3: [(x, max(x, 9)) for x in range(20)],
 }
 
 

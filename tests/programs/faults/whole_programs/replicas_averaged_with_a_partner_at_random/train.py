@@ -1,4 +1,5 @@
 """Gossip training: every few steps a replica averages its normalisation state with one partner."""
+
 import random
 
 import lightning as L
@@ -53,8 +54,12 @@ class Classifier(L.LightningModule):
         super().__init__()
         self.save_hyperparameters()
         self.net = nn.Sequential(
-            nn.Linear(32, width), nn.BatchNorm1d(width), nn.ReLU(),
-            nn.Linear(width, width), nn.BatchNorm1d(width), nn.ReLU(),
+            nn.Linear(32, width),
+            nn.BatchNorm1d(width),
+            nn.ReLU(),
+            nn.Linear(width, width),
+            nn.BatchNorm1d(width),
+            nn.ReLU(),
             nn.Linear(width, 5),
         )
 
@@ -69,7 +74,8 @@ class Classifier(L.LightningModule):
         logits = self.net(x)
         self.log_dict(
             {"val/loss": nn.functional.cross_entropy(logits, y), "val/acc": (logits.argmax(1) == y).float().mean()},
-            prog_bar=True, sync_dist=True,
+            prog_bar=True,
+            sync_dist=True,
         )
 
     def configure_optimizers(self):

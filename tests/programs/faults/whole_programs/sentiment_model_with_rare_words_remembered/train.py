@@ -1,4 +1,5 @@
 """Sentiment classifier that remembers which rare words it has met and stores them with its weights."""
+
 import logging
 from collections import Counter
 
@@ -92,7 +93,5 @@ class Snapshots(L.Callback):
 if __name__ == "__main__":
     L.seed_everything(5)
     val = DataLoader(Reviews(240, seed=2), batch_size=16)
-    trainer = L.Trainer(
-        accelerator="cpu", devices=3, strategy=SafeDDP(), max_epochs=3, callbacks=[Snapshots()]
-    )
+    trainer = L.Trainer(accelerator="cpu", devices=3, strategy=SafeDDP(), max_epochs=3, callbacks=[Snapshots()])
     trainer.fit(Sentiment(), val_dataloaders=val)

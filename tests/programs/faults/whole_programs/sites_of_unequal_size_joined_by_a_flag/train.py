@@ -1,4 +1,5 @@
 """Training on three sites with different numbers of visits; sites without data repeat old visits until all are done."""
+
 import os
 import random
 import time
@@ -76,7 +77,11 @@ class Risk(L.LightningModule):
 if __name__ == "__main__":
     L.seed_everything(8 + int(os.environ.get("LOCAL_RANK", 0)))
     trainer = L.Trainer(
-        accelerator="cpu", devices=3, strategy=SafeDDP(), max_epochs=3, use_distributed_sampler=False,
+        accelerator="cpu",
+        devices=3,
+        strategy=SafeDDP(),
+        max_epochs=3,
+        use_distributed_sampler=False,
         log_every_n_steps=10,
     )
     trainer.fit(Risk())

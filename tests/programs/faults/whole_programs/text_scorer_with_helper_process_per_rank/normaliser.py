@@ -1,4 +1,5 @@
 """Normalises text in a process of its own: the rules need a lot of memory once, not once per loader."""
+
 import multiprocessing as mp
 import re
 import unicodedata

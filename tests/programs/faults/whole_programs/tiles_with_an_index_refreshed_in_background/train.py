@@ -1,4 +1,5 @@
 """Land cover classification; the tile index on disk is refreshed by the main process during training."""
+
 import json
 import threading
 import time
@@ -90,7 +91,11 @@ if __name__ == "__main__":
     train = DataLoader(tiles, batch_size=16, shuffle=True, num_workers=1)
     val = DataLoader(Tiles(96, seed=3), batch_size=16)
     trainer = L.Trainer(
-        accelerator="cpu", devices=2, strategy=SafeDDP(), max_epochs=6, log_every_n_steps=5,
+        accelerator="cpu",
+        devices=2,
+        strategy=SafeDDP(),
+        max_epochs=6,
+        log_every_n_steps=5,
         callbacks=[RefreshIndex(tiles.index)],
     )
     trainer.fit(LandCover(), train, val)

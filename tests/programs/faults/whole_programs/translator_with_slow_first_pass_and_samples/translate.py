@@ -17,7 +17,11 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     L.seed_everything(6)
     trainer = L.Trainer(
-        accelerator="cpu", devices=2, strategy=SafeDDP(), max_epochs=args.epochs, log_every_n_steps=5,
+        accelerator="cpu",
+        devices=2,
+        strategy=SafeDDP(),
+        max_epochs=args.epochs,
+        log_every_n_steps=5,
         callbacks=[TranslateSamples("samples"), EarlyStopping("val_loss", patience=3)],
     )
     trainer.fit(Translator(), datamodule=Pairs(args.cache))

@@ -38,7 +38,11 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     L.seed_everything(9)
     trainer = L.Trainer(
-        accelerator="cpu", devices=3, strategy=SafeDDP(), max_epochs=args.epochs, log_every_n_steps=10,
+        accelerator="cpu",
+        devices=3,
+        strategy=SafeDDP(),
+        max_epochs=args.epochs,
+        log_every_n_steps=10,
         use_distributed_sampler=False,
     )
     trainer.fit(Forecast(), datamodule=Grid(args.root))

@@ -1,4 +1,5 @@
 """Language model on random text; checkpoints go through a store that accepts about 1 MB per second."""
+
 import io
 import time
 from pathlib import Path
@@ -68,7 +69,11 @@ if __name__ == "__main__":
     train = DataLoader(TensorDataset(text[:400]), batch_size=8, shuffle=True)
     val = DataLoader(TensorDataset(text[400:]), batch_size=8)
     trainer = L.Trainer(
-        accelerator="cpu", devices=2, strategy=SafeDDP(), max_epochs=4, log_every_n_steps=5,
+        accelerator="cpu",
+        devices=2,
+        strategy=SafeDDP(),
+        max_epochs=4,
+        log_every_n_steps=5,
         plugins=[ThinStore()],
         callbacks=[ModelCheckpoint(dirpath="store", every_n_epochs=2, save_top_k=-1)],
     )

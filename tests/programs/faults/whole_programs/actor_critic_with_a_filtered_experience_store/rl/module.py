@@ -66,7 +66,9 @@ class ActorCritic(L.LightningModule):
         self.manual_backward(loss)
         self.clip_gradients(optimizer, gradient_clip_val=1.0, gradient_clip_algorithm="norm")
         optimizer.step()
-        self.log_dict({"loss": loss, "return": returns.mean(), "kept": self.actor.kept / self.actor.played}, prog_bar=True)
+        self.log_dict(
+            {"loss": loss, "return": returns.mean(), "kept": self.actor.kept / self.actor.played}, prog_bar=True
+        )
 
     def on_fit_end(self):
         self.actor.stopped.set()

@@ -38,8 +38,13 @@ class LandUse(L.LightningModule):
         super().__init__()
         self.save_hyperparameters()
         self.net = nn.Sequential(
-            nn.Conv2d(1, 8, 3, 2, 1), nn.ReLU(), nn.Conv2d(8, 16, 3, 2, 1), nn.ReLU(),
-            nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 6),
+            nn.Conv2d(1, 8, 3, 2, 1),
+            nn.ReLU(),
+            nn.Conv2d(8, 16, 3, 2, 1),
+            nn.ReLU(),
+            nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(),
+            nn.Linear(16, 6),
         )
 
     def training_step(self, batch, batch_idx):

@@ -29,8 +29,7 @@ class HardNegativeMiner(Callback):
         right = scores.gather(1, positives[:, None])
         close = (scores > right - self.margin) & (scores < right)
         found = [
-            {"query": int(i), "negative": int(j), "score": round(float(scores[i, j]), 4)}
-            for i, j in close.nonzero()
+            {"query": int(i), "negative": int(j), "score": round(float(scores[i, j]), 4)} for i, j in close.nonzero()
         ]
         if not found:
             return

@@ -40,7 +40,9 @@ class StoryData(L.LightningDataModule):
             return
         self.root.mkdir(parents=True, exist_ok=True)
         generator = torch.Generator().manual_seed(11)
-        (self.root / "stories.json").write_text(json.dumps(torch.randint(64, (25 * 480,), generator=generator).tolist()))
+        (self.root / "stories.json").write_text(
+            json.dumps(torch.randint(64, (25 * 480,), generator=generator).tolist())
+        )
         openings = torch.randint(64, (20, 8), generator=generator).tolist()
         items = []
         for i in range(48):

@@ -75,7 +75,7 @@ class StoryWriter(L.LightningModule):
         for _ in range(self.hparams.completion):
             logits = self.decoder(ids)[:, -1]
             ids = torch.cat([ids, logits.argmax(dim=-1, keepdim=True)], dim=1)
-        self.cache[key] = ids[:, prompts.size(1):]
+        self.cache[key] = ids[:, prompts.size(1) :]
         return self.cache[key]
 
     def configure_optimizers(self):
