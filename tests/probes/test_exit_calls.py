@@ -9,7 +9,7 @@ import pytest
 from lightning_ncclsafe.probes.source import exit_calls as searched
 from lightning_ncclsafe.probes.source.exit_calls import exit_calls, exit_calls_in
 
-HEAD = "import os, signal, sys\nfrom os import _exit as leave\nimport os as system\n"
+HEAD = "import os, resource, signal, sys\nfrom os import _exit as leave\nimport os as system\n"
 
 
 def found_in(path: Path, source: str) -> list[tuple[int | None, str, bool]]:
@@ -41,6 +41,8 @@ def found_in(path: Path, source: str) -> list[tuple[int | None, str, bool]]:
         ("signal.setitimer(signal.ITIMER_REAL, 0.5)", (None, "SIGALRM", False)),
         ("signal.setitimer(signal.ITIMER_PROF, limit, 1)", (None, "SIGPROF", False)),
         ("run = lambda: os._exit(6)", (6, "", False)),
+        ("resource.setrlimit(resource.RLIMIT_CPU, (5, 6))", (None, "SIGXCPU", False)),
+        ("resource.setrlimit(resource.RLIMIT_CORE, (0, 0))", None),
         ("signal.alarm(0)", None),
         ("signal.setitimer(signal.ITIMER_REAL, 0)", None),
         ("signal.setitimer(which, 3)", None),

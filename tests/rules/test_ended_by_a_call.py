@@ -93,6 +93,24 @@ def test_the_only_timer_that_sends_the_signal_is_named() -> None:
     assert any(item.text.endswith("sets a timer that sends SIGALRM.") for item in finding.evidence)
 
 
+def test_the_only_line_that_limits_cpu_time_is_named() -> None:
+    limits = replace(ALARM, code="resource.setrlimit(resource.RLIMIT_CPU, (2, 3))", signal="SIGXCPU")
+    finding = gone((limits, ALARM), {"ended_by": "SIGXCPU"})
+    assert (finding.rule, finding.confidence, finding.location) == ("dead-rank", Confidence.LIKELY, limits.place)
+    assert finding.remedy.startswith("The process had used up its CPU time")
+    assert any(item.text.endswith("at data.py:18 in limit limits CPU time.") for item in finding.evidence)
+
+
+@pytest.mark.parametrize(
+    ("signal", "count", "is_named"), [("SIGALRM", 1, True), ("SIGALRM", 2, False), ("SIGKILL", 1, False)]
+)
+def test_the_only_timer_that_ends_a_worker_is_named(signal: str, count: int, is_named: bool) -> None:
+    known = tuple(replace(ALARM, place=f"data.py:{18 + number} in limit") for number in range(count))
+    finding = worker(known, ended=(EndedProcess(pid=11, signal=signal),))
+    assert (finding.rule, finding.location) == ("worker-died", known[0].place if is_named else "")
+    assert finding.remedy.startswith("A timer (signal.alarm(5) at data.py:18 in limit) went off") is is_named
+
+
 def test_a_rank_that_was_seen_where_it_may_have_killed_itself_is_told_to_look_there_first() -> None:
     there = replace(SEEN, stack=(user("training_step", 40), user("end", 48)))
     finding = gone((KILLS, WATCH), {"ended_by": "SIGKILL", "last_seen": there})

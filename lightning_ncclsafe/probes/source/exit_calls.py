@@ -26,6 +26,7 @@ _PROGRAM = ("__main__", "__mp_main__")
 # Most files have none of these words, and are not parsed.
 _WORDS = re.compile(
     r"\b_exit\b|\bexit\b|\bquit\b|\bSystemExit\b|\babort\b|\bgetpid\b|\braise_signal\b|\balarm\b|\bsetitimer\b"
+    r"|\bsetrlimit\b"
 )
 _BUILT_IN = {"exit": "sys.exit", "quit": "sys.exit", "SystemExit": "SystemExit"}
 _EXITS = {"os._exit": False, "sys.exit": True}
@@ -33,7 +34,7 @@ _OWN_PID = "os.getpid"
 # The signal that each timer sends: setitimer(2).
 _TIMERS = {"ITIMER_REAL": "SIGALRM", "ITIMER_VIRTUAL": "SIGVTALRM", "ITIMER_PROF": "SIGPROF"}
 _FORKS = ("os.fork", "os.forkpty", "pty.fork")
-_OF_INTEREST = ("os", "sys", "signal", "pty")
+_OF_INTEREST = ("os", "sys", "signal", "pty", "resource")
 
 
 class _Function(NamedTuple):
@@ -161,13 +162,17 @@ def _exit_call(node: ast.AST, names: dict[str, str]) -> tuple[int | None, str, b
 
 
 def _signal_of_timer(called: str, node: ast.Call) -> str:
-    """The signal that the process gets some time after this call; empty for other calls, and for one that cancels."""
+    """The signal that the process gets some time after this call; empty for others, and for one that cancels."""
     if called == "signal.alarm" and len(node.args) == 1:
         return "" if _is_zero(node.args[0]) else "SIGALRM"
     if called == "signal.setitimer" and len(node.args) > 1:
-        which = getattr(node.args[0], "attr", "") or getattr(node.args[0], "id", "")
-        return "" if _is_zero(node.args[1]) else _TIMERS.get(which, "")
-    return ""
+        return "" if _is_zero(node.args[1]) else _TIMERS.get(_last_name(node.args[0]), "")
+    # The kernel sends it once the process has used up the first, soft limit.
+    return "SIGXCPU" if called == "resource.setrlimit" and _last_name(node.args[0]) == "RLIMIT_CPU" else ""
+
+
+def _last_name(node: ast.expr) -> str:
+    return getattr(node, "attr", "") or getattr(node, "id", "")
 
 
 def _is_zero(node: ast.expr) -> bool:
@@ -190,5 +195,5 @@ def _signal(node: ast.expr) -> str:
     """``"SIGKILL"``; empty if it is no constant."""
     if isinstance(node, ast.Constant) and isinstance(node.value, int):
         return next((one.name for one in signal.Signals if one == node.value), "")
-    name = getattr(node, "attr", "") or getattr(node, "id", "")
+    name = _last_name(node)
     return name if name.startswith("SIG") else ""

@@ -8,6 +8,7 @@ from lightning_ncclsafe.code.libraries import CTYPES
 from lightning_ncclsafe.facts import Frame, LastSeen, Phase, ProcessFacts, RankFacts
 from lightning_ncclsafe.rules.kit import (
     REMEDY_MAPPED_FILE,
+    REMEDY_TIMER,
     Confidence,
     Evidence,
     ExitCalls,
@@ -62,10 +63,6 @@ _REMEDY_EXITED = (
 _REMEDY_CALL = (
     "Look at what leads to the line {place}: a rank that ends there leaves the others waiting. Let all ranks end at "
     "the same batch, or raise an exception, which is reported. If it did not end there, a library has ended it."
-)
-_REMEDY_TIMER = (
-    "A timer ({call}) went off where nothing handled its signal. Cancel it on every way out of what it limits "
-    "(finally: signal.alarm(0)), and only then restore the handler before it; or wait with a timeout instead."
 )
 _REMEDY_LINES = "It may have ended by {calls}: look first at what leads there. "
 _REMEDY_DONE = (
@@ -365,9 +362,9 @@ def _was_there(view: Timeline, ranks: tuple[int, ...], calls: ExitCalls) -> bool
 
 
 def _remedy(end: _End, calls: ExitCalls, of_signal: str, *, was_there: bool) -> str:
-    if calls.only is not None and end.signal:
-        return _REMEDY_TIMER.format(call=f"{calls.only.code} at {short_place(calls.only.place)}")
-    if calls.only is not None:
+    if calls.only is not None and calls.is_timer:
+        return REMEDY_TIMER.format(call=f"{calls.only.code} at {short_place(calls.only.place)}")
+    if calls.only is not None and not end.signal:
         return _REMEDY_CALL.format(place=short_place(calls.only.place))
     if end.status is not None:
         why = _REMEDY_EXITED if end.status else _REMEDY_DONE

@@ -173,7 +173,7 @@ def _held_outside(view: Timeline, ranks: tuple[int, ...]) -> Finding:
 
 
 def _outside_helper(stack: tuple[Frame, ...]) -> Frame | None:
-    """The user's line with the ``with`` statement that has entered the user's own context manager, if it waits there."""
+    """The user's line that has entered the user's own context manager, if the rank waits in that."""
     entered = max((depth for depth, frame in enumerate(stack) if CONTEXTS.has(frame.file, frame.function)), default=0)
     is_in_helper = any(frame.user for frame in stack[entered:])
     return deepest_user_frame(stack[:entered]) if is_in_helper else None

@@ -17,6 +17,7 @@ from lightning_ncclsafe.code.libraries import (
 from lightning_ncclsafe.facts import EndedProcess, RankFacts
 from lightning_ncclsafe.rules.kit import (
     REMEDY_MAPPED_FILE,
+    REMEDY_TIMER,
     Confidence,
     Evidence,
     ExitCalls,
@@ -245,8 +246,10 @@ def _raised(view: Timeline, pids: dict[int, str], signal: str, confidence: Confi
 
 def _exit_calls(view: Timeline, ranks: tuple[int, ...], signal: str) -> ExitCalls:
     """The statements that may have ended the workers of these ranks, which a loader has reported."""
+    if signal:
+        return exit_calls(view, status=None, signal=signal, may_raise=True)
     statuses = {_exit_status(view.facts[rank]) for rank in ranks}
-    if signal or len(statuses) > 1 or None in statuses:
+    if len(statuses) > 1 or None in statuses:
         return ExitCalls(None, ())
     return _calls(view, statuses.pop(), "")
 
@@ -295,6 +298,10 @@ def _waits_in_vain(view: Timeline, rank: int) -> Finding:
 def _remedy_raised(facts: RankFacts, signal: str, calls: ExitCalls, *, is_of_pool: bool) -> str:
     if is_of_pool and signal not in _ENDS:
         return _why_signalled(facts, signal, less=_LESS_POOL, crashed=_REMEDY_OWN)
+    if calls.only is not None and calls.is_timer:
+        return REMEDY_TIMER.format(call=f"{calls.only.code} at {short_place(calls.only.place)}")
+    if signal:
+        return _remedy(facts, signal)
     return _remedy(facts, signal) if calls.only is None else _REMEDY_EXITED
 
 

@@ -11,8 +11,14 @@ from lightning_ncclsafe.rules.kit.timeline import Timeline
 from lightning_ncclsafe.rules.kit.wording import short_place
 
 _FEW = 4
-# Nobody else sends these.
-_OF_TIMERS = ("SIGALRM", "SIGVTALRM", "SIGPROF")
+# Nobody else sends these but timers, and the kernel to a process that has used up its CPU time.
+_CPU_TIME = "SIGXCPU"
+_OF_TIMERS = ("SIGALRM", "SIGVTALRM", "SIGPROF", _CPU_TIME)
+
+REMEDY_TIMER = (
+    "A timer ({call}) went off where nothing handled its signal. Cancel it on every way out of what it limits "
+    "(finally: signal.alarm(0)), and only then restore the handler before it; or wait with a timeout instead."
+)
 
 
 class ExitCalls(NamedTuple):
@@ -31,12 +37,18 @@ class ExitCalls(NamedTuple):
         """Whether there are some, and few enough to list."""
         return 0 < len(self.possible) <= _FEW
 
+    @property
+    def is_timer(self) -> bool:
+        """Whether the only one is a timer that sends a signal."""
+        return self.only is not None and self.only.signal not in ("", _CPU_TIME)
+
     def evidence(self, rank: int) -> Iterator[Evidence]:
         """Each of them, if they are few."""
         if self.only is not None:
             at = short_place(self.only.place)
-            sets_it = f"sets a timer that sends {self.only.signal}" if self.only.signal else "exits with this status"
-            text = f"Of all code of yours that is loaded, only {self.only.code} at {at} {sets_it}."
+            does = f"sets a timer that sends {self.only.signal}" if self.is_timer else "exits with this status"
+            does = "limits CPU time" if self.only.signal == _CPU_TIME else does
+            text = f"Of all code of yours that is loaded, only {self.only.code} at {at} {does}."
             yield Evidence(source="source code", rank=rank, text=text)
             return
         for call in self.possible if self.is_short else ():
