@@ -228,7 +228,8 @@ class StepFacts:
         unused_at: ``"file:line in forward"`` of the line that skipped the part of the model with the first of these, if
             only one line may have; else of the line that uses it, or of the ``with`` around that which switches
             gradients off; empty if the user's modules do not name it.
-        unused_under: Of the line that uses it, the only condition or loop around it; None if there are several or none.
+        unused_under: Of the line that uses it, the only condition or loop around it, None if there are several or none;
+            of a jump that skips it, that jump.
         other_size: Name of the parameter that has another size on this rank than on rank 0, if DDP has raised that.
         other_size_at: ``"file:line in __init__"`` of the user's line that makes it; empty if unknown.
         frozen: Names of parameters that required a gradient when training began, and no longer do: the first 8.

@@ -556,7 +556,10 @@ class Stacked(Module):
 
 
 def test_an_unused_part_is_located_by_its_call_and_not_its_definition() -> None:
-    assert StepRecord(trainer(Stacked())).facts().unused_at == place("block left out", "encode")
+    facts = StepRecord(trainer(Stacked())).facts()
+    assert facts.unused_at == place("block left out", "encode")
+    assert facts.unused_under is not None and facts.unused_under.jump == "continue"
+    assert facts.unused_under.test == f"if not chance:  (line {line_of('block left out') - 1})"
 
 
 class Collected(Stacked):

@@ -62,11 +62,16 @@ class SleepWatch:
     def _look(self, pid: int) -> _Woken | None:
         folder = self._proc / str(pid) / "task"
         besides = {*own_threads(), *_housekeeping()} if pid == os.getpid() else set[int]()
-        names = or_none(lambda: os.listdir(folder)) or []
-        threads = [int(name) for name in names if int(name) not in besides and not _serves(folder / name)]
-        woken = {thread: _woken_asleep(folder / str(thread)) for thread in threads}
-        known = {thread: count for thread, count in woken.items() if count is not None}
-        return known if known and len(known) == len(threads) else None
+        woken: _Woken = {}
+        # The main thread first: mostly, it is the one that runs.
+        for thread in sorted(map(int, or_none(lambda: os.listdir(folder)) or [])):
+            if thread in besides or _serves(folder / str(thread)):
+                continue
+            count = _woken_asleep(folder / str(thread))
+            if count is None:
+                return None
+            woken[thread] = count
+        return woken or None
 
 
 def _woken_asleep(folder: Path) -> int | None:

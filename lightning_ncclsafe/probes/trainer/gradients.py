@@ -90,7 +90,7 @@ def left_out_at(module: Any, missing: list[str]) -> tuple[str, Branch | None]:
     used, the line that leaves that out.
 
     Returns:
-        The line; and of one that uses the part, the only condition or loop around it.
+        The line; and of one that uses the part, the only condition or loop around it, or of a jump, that jump.
     """
     names = trained_parameters(module)
     parts = missing[0].split(".")
@@ -106,7 +106,7 @@ def left_out_at(module: Any, missing: list[str]) -> tuple[str, Branch | None]:
     if skipped is None and used is not None:
         used = skipped = used.of_output()
     if skipped is not None and len(skipped.leads_around) == 1 and not skipped.conditions_around:
-        return skipped.leads_around[0], None
+        return skipped.leads_around[0], skipped.jump_around
     return (used.place, used.branch_around) if used is not None else ("", None)
 
 
@@ -136,6 +136,11 @@ class _Use(NamedTuple):
         """The only one that decides whether it is run; None if several do, or none does."""
         branches = [one for one in self.scope.branches_around(self.line) if one.on in _DECIDING]
         return branches[0] if len(branches) == 1 and not branches[0].jump else None
+
+    @property
+    def jump_around(self) -> Branch | None:
+        """The first jump that may skip it, with its condition; None if there is none."""
+        return next((one for one in self.scope.branches_around(self.line) if one.jump), None)
 
     def of_output(self) -> "_Use":
         """The use of what the part has returned, if something may skip every one of these; else this one."""

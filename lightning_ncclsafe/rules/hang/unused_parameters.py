@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from lightning_ncclsafe.code.libraries import BACKWARD, FORWARD
-from lightning_ncclsafe.facts import Branch, Collective, RankFacts, StepFacts, UnitKind
+from lightning_ncclsafe.facts import Branch, Collective, Frame, RankFacts, StepFacts, UnitKind
 from lightning_ncclsafe.rules.kit import (
     Confidence,
     DecidingBranches,
@@ -24,6 +24,7 @@ from lightning_ncclsafe.rules.kit import (
     call_location,
     clause,
     collective_words,
+    condition_place,
     condition_words,
     counted,
     culprits,
@@ -350,8 +351,8 @@ def _finding(
         joined((text, words)),
         severity=severity,
         confidence=confidence,
-        # What a rank has left out is decided before it.
-        location=decided_at or location,
+        # What a rank has left out is decided before it; a jump is where it left.
+        location=location if under is not None and under.jump else decided_at or location,
         decided_at=decided_at,
         evidence=(*(_evidence(view, ranks) if is_backward else ()), *how_we_know(view, ranks)),
         remedy=remedy,
@@ -367,9 +368,13 @@ def _location(view: Timeline, rank: int) -> str:
 
 
 def _decision(used_at: str, under: Branch) -> tuple[str, str]:
-    """Where it is decided whether the line that uses the part is run, and a sentence about it."""
+    """Where it is decided whether the line that uses the part is run, or a jump skips it, and a sentence about it."""
     file, _, rest = used_at.rpartition(":")
-    decided_at = f"{file}:{under.line} in {rest.partition(' in ')[2]}"
+    function = rest.partition(" in ")[2]
+    if under.jump:
+        condition_at = condition_place(under.test, Frame(file=file, line=under.line, function=function))
+        return condition_at, f"The `{under.jump}` at {short_place(used_at)} is under {condition_words(under.test)}."
+    decided_at = f"{file}:{under.line} in {function}"
     return decided_at, f"Whether {short_place(used_at)} is run may be decided by {condition_words(under.test)}."
 
 
