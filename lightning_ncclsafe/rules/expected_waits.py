@@ -26,13 +26,14 @@ def expected_for_s(job: JobFacts, limit_s: Callable[[str], float]) -> float:
     It is normal for five minutes, or half of the hard limit if that is less, while every rank that others wait for
     compiles, writes a checkpoint, or is in the first batch of a loop, or in one of the first five that it evaluates.
     An exception, the hard limit, or a rank that does not answer is never normal, nor are ranks that wait for one
-    another in different collectives, or for a process that was killed.
+    another in different collectives, for a process that was killed, or for what can never end. Where ranks ask early,
+    only the last two are reported early.
 
     Args:
         limit_s: The hard limit, in seconds, by its name in ``PhaseTimeouts``.
     """
     if _is_alarming(job):
-        return _early_s(job) if job.silent and not _is_known_to_be_lost(job) else 0.0
+        return _early_s(job) if _may_be_busy(job) else 0.0
     view = timeline(job)
     try:
         awaited = tuple(_awaited(view))
@@ -146,8 +147,13 @@ def _until_stuck_s(view: Timeline, rank: int) -> float:
 
 
 def _early_s(job: JobFacts) -> float:
-    """For how many seconds ranks were asked too early, only to see whether what they wait for goes on by itself."""
-    return max(_asked_after_s(job) - job.incident.idle_s, 0.0)
+    """For how many seconds ranks were asked too early, only to see whether what they wait for goes on by itself.
+
+    0 if they were not asked because of the time, but because a rank leaves or may be lost.
+    """
+    incident = job.incident
+    is_time = incident.idle_s >= incident.suspect_after_s
+    return max(_asked_after_s(job) - incident.idle_s, 0.0) if is_time else 0.0
 
 
 def _asked_after_s(job: JobFacts) -> float:
@@ -159,10 +165,12 @@ def _asked_after_s(job: JobFacts) -> float:
     return max(incident.suspect_after_s, least_s)
 
 
-def _is_known_to_be_lost(job: JobFacts) -> bool:
-    """Whether a silent rank is seen to have ended, or to be stopped."""
+def _may_be_busy(job: JobFacts) -> bool:
+    """Whether all that is alarming is a silent rank that is not seen to have ended, or to be stopped."""
+    if job.incident.kind is not IncidentKind.SUSPECT or any(facts.exception for facts in job.ranks):
+        return False
     seen = (one for one in job.witnessed if one.rank in job.silent)
-    return any(one.state in (*ENDED, *STOPPED) or one.ended_by or one.exit_code is not None for one in seen)
+    return not any(one.state in (*ENDED, *STOPPED) or one.ended_by or one.exit_code is not None for one in seen)
 
 
 def _evaluates_first_batches(facts: RankFacts, phase_kind: PhaseKind) -> bool:

@@ -166,6 +166,22 @@ def test_a_silent_rank_may_be_busy_unless_it_is_seen_to_be_lost(seen: dict[str, 
     assert expected_for_s(replace(facts, ranks=facts.ranks[1:], witnessed=witnessed), no_own_limits) == quiet_s
 
 
+@pytest.mark.parametrize("kind", [IncidentKind.TIMEOUT, IncidentKind.EXCEPTION])
+def test_nothing_waits_for_a_silent_rank_once_there_is_more_to_report(kind: IncidentKind) -> None:
+    facts = early(working(STEP, batch=0))
+    silent = replace(facts, ranks=facts.ranks[1:])
+    assert expected_for_s(silent, no_own_limits) == 40
+    assert expected_for_s(replace(silent, incident=replace(silent.incident, kind=kind)), no_own_limits) == 0
+    failed = (raised(silent.ranks[0], "ValueError", "", STEP), *silent.ranks[1:])
+    assert expected_for_s(replace(silent, ranks=failed), no_own_limits) == 0
+
+
+def test_ranks_that_are_asked_because_one_leaves_or_is_lost_have_not_asked_early() -> None:
+    leaves = early(working(user("evaluate", 40), action=EPOCH_END, batch=0), waited_s=1.0)
+    assert expected_for_s(leaves, no_own_limits) == 0
+    assert expected_for_s(replace(leaves, ranks=leaves.ranks[1:]), no_own_limits) == 0
+
+
 def test_what_is_usual_work_is_not_expected_to_be_long() -> None:
     assert expected_for_s(scene(working(STEP)), no_own_limits) == 0
     assert expected_for_s(scene(working(user("evaluate", 40), action=EPOCH_END, batch=0)), no_own_limits) == 0
