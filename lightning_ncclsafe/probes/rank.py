@@ -220,7 +220,7 @@ class RankProbe:
         error = facts.exception.message if facts.exception is not None else ""
         # Not among the slow probes: a starved rank would miss the deadline, and this shows that it is starved.
         machine = _try(lambda: self._machine.read(idle_s), facts.machine, "machine", missing)
-        asleep_s = _try(self.asleep_s, None, "sleep", missing)
+        asleep_s = _try(self._own_asleep_s, None, "sleep", missing)
         # First the facts that decide between causes; last those that take longest.
         slow: dict[str, Callable[[], Any]] = {
             "trainer": self._trainer.facts,
@@ -277,8 +277,18 @@ class RankProbe:
         return lock is not None and any(holder.pid == self.info.pid for holder in lock.holders)
 
     def asleep_s(self) -> float | None:
-        """For how many seconds all threads of this process have been asleep; see :class:`SleepWatch`."""
+        """For how many seconds all threads of this process and of its children have been asleep; see `SleepWatch`."""
+        slept_s = self._own_asleep_s()
+        for pid in self._children() if slept_s is not None else ():
+            child_s = self._sleep.asleep_s(pid)
+            slept_s = min(slept_s, child_s) if slept_s is not None and child_s is not None else None
+        return slept_s
+
+    def _own_asleep_s(self) -> float | None:
         return self._sleep.asleep_s(self.info.pid)
+
+    def _children(self) -> list[int]:
+        return child_processes(besides=[peer.pid for peer in self.peers.known])
 
     def note_machine(self) -> None:
         """Records what delays this process and its host, at most once a second; cheap."""
@@ -312,8 +322,7 @@ class RankProbe:
         return replace(found, memory_growth_bytes_per_s=grows, swap_growth_bytes_per_s=swaps)
 
     def _workers(self) -> tuple[ProcessFacts, ...]:
-        children = child_processes(besides=[peer.pid for peer in self.peers.known])
-        workers = [replace(look_at(pid), asleep_s=self._sleep.asleep_s(pid)) for pid in children]
+        workers = [replace(look_at(pid), asleep_s=self._sleep.asleep_s(pid)) for pid in self._children()]
         for index, seen in enumerate(workers[:_WORKERS_ASKED]):
             if self._armed is not None:
                 stack = self._stack_of_worker(seen, self._armed)

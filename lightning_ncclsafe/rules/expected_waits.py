@@ -38,7 +38,8 @@ def expected_for_s(job: JobFacts, limit_s: Callable[[str], float]) -> float:
     try:
         awaited = tuple(_awaited(view))
         left_s = _left_of_all_s(view, awaited, limit_s)
-        is_stuck = _is_deadlock(view) or any(_until_stuck_s(view, rank) == 0 for rank in awaited)
+        # Of several ranks, one that goes on may be what another one sleeps for.
+        is_stuck = _is_deadlock(view) or (bool(awaited) and not any(_until_stuck_s(view, rank) for rank in awaited))
     finally:
         forget()
     return left_s or (0.0 if is_stuck else _early_s(job))

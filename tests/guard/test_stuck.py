@@ -4,7 +4,7 @@ import pytest
 from thread_ranks import BROADCAST, COMPILE, HandMadeProbe
 
 from lightning_ncclsafe.exchange import MemoryExchange
-from lightning_ncclsafe.facts import IncidentKind, Phase
+from lightning_ncclsafe.facts import Frame, IncidentKind, Phase
 from lightning_ncclsafe.facts.phase_kinds import PhaseKind
 from lightning_ncclsafe.guard import stuck, thresholds
 from lightning_ncclsafe.guard.ending import Ending
@@ -77,6 +77,24 @@ def test_a_rank_that_waits_while_it_compiles_itself_asks_nobody() -> None:
     one.probe.stands_in = (BROADCAST, COMPILE)
     assert one.detector.reason(1.0) is None
     assert one.detector.reason(LONG_S + 1.0) is IncidentKind.SUSPECT
+
+
+@pytest.mark.parametrize(
+    ("slept_s", "has_lock", "kind"),
+    [
+        (None, False, None),
+        (9.0, False, None),
+        (11.0, False, IncidentKind.SUSPECT),
+        (None, True, IncidentKind.SUSPECT),
+    ],
+)
+def test_a_rank_whose_own_wait_nothing_can_end_asks_although_nobody_waits_for_it(
+    slept_s: float | None, has_lock: bool, kind: IncidentKind | None
+) -> None:
+    one = Rank(learned=True)
+    one.probe.waits, one.probe.slept_s, one.probe.has_own_lock = False, slept_s, has_lock
+    one.probe.stands_in = (Frame(file="/home/me/train.py", line=7, function="fetch", user=True),)
+    assert one.detector.reason(1.0) is kind
 
 
 def test_with_an_explicit_threshold_it_asks() -> None:

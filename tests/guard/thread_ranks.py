@@ -62,9 +62,17 @@ class HandMadeProbe:
         self.compiles = False
         self.awaits_preparation = False
         self.stands_in: tuple[Frame, ...] = ()
+        self.slept_s: float | None = None
+        self.has_own_lock = False
 
     def position(self) -> object:
         return self.batch, self.waits
+
+    def asleep_s(self) -> float | None:
+        return self.slept_s
+
+    def waits_for_own_lock(self) -> bool:
+        return self.has_own_lock
 
     def snapshot(self, idle_s: float) -> RankFacts:
         if self.broken is not None:

@@ -137,6 +137,13 @@ def test_a_rank_that_waits_for_peers_sleeps_as_it_should() -> None:
     assert expected_for_s(job(*waiting), no_own_limits) == 277
 
 
+def test_one_that_sleeps_may_wait_for_another_that_goes_on() -> None:
+    facts = early(asleep(30.0))
+    at_work = GLOO.working(2, user("evaluate", 40), seq=39, action=EPOCH_END, batch=0)
+    assert expected_for_s(facts, no_own_limits) == 0
+    assert expected_for_s(replace(facts, ranks=(*facts.ranks[:2], at_work, facts.ranks[3])), no_own_limits) == 40
+
+
 def early(straggler: RankFacts, *, waited_s: float = 20.0) -> JobFacts:
     """Ranks that wait in the first batch ask early, before it is unusual that they wait."""
     facts = job(straggler, *(GLOO.waiting(rank, seq=40, idle=waited_s, batch=0) for rank in (1, 2, 3)))

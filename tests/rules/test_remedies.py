@@ -140,6 +140,15 @@ def test_a_worker_that_waits_for_a_lock_of_multiprocessing_is_told_so() -> None:
     assert "(its only worker is sleeping at train.py:516 in unpacked)" in stalled(worker).summary
 
 
+def test_workers_of_which_none_can_go_on_are_evidence() -> None:
+    def said(slept_s: float | None) -> list[str]:
+        workers = (process(2, "sleeping", asleep_s=slept_s), process(2, "sleeping", asleep_s=12.0))
+        return [text for text in texts(stalled(*workers), "process", 2) if text.startswith("All threads")]
+
+    assert said(30.0) == ["All threads of its workers have slept for 12 s, each waiting for another."]
+    assert said(4.0) == said(None) == []
+
+
 def test_a_loader_without_workers_may_never_come_to_a_sample() -> None:
     assert "whether it ever comes to the next sample" in stalled().remedy
 

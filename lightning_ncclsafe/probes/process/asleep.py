@@ -49,8 +49,10 @@ class SleepWatch:
             return None
         now_s = self._clock()
         began_s = before.began_s if before is not None and before.woken == woken else now_s
-        if len(self._asleep) < _MOST_PROCESSES:
-            self._asleep[pid] = _Sleep(began_s, woken)
+        self._asleep[pid] = _Sleep(began_s, woken)
+        if len(self._asleep) > _MOST_PROCESSES:
+            # That which was not looked at for longest; it may be gone.
+            del self._asleep[next(iter(self._asleep))]
         return round(now_s - began_s, 1)
 
     def note_disturbed(self, pid: int) -> None:
