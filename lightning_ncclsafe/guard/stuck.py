@@ -31,7 +31,6 @@ class StuckDetector:
     """Decides whether a rank is stuck, and whether one that was stuck makes progress again.
 
     A rank is stuck if it waits for other ranks or for data for longer than :class:`Thresholds` allows in its phase,
-    A rank is stuck if it waits for other ranks or for data for longer than :class:`Thresholds` allows in its phase,
     and nothing that it knows itself explains the wait; if it waits by itself, and nothing can end that; or if it waits
     by itself for even longer. A rank that works is never stuck, however long it works: the ranks that wait for it are.
     Belongs to the watchdog's thread.

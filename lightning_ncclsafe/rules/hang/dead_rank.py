@@ -8,7 +8,6 @@ from lightning_ncclsafe.code.libraries import CTYPES
 from lightning_ncclsafe.facts import Frame, LastSeen, Phase, ProcessFacts, RankFacts
 from lightning_ncclsafe.rules.kit import (
     REMEDY_MAPPED_FILE,
-    REMEDY_TIMER,
     Confidence,
     Evidence,
     ExitCalls,
@@ -362,8 +361,8 @@ def _was_there(view: Timeline, ranks: tuple[int, ...], calls: ExitCalls) -> bool
 
 
 def _remedy(end: _End, calls: ExitCalls, of_signal: str, *, was_there: bool) -> str:
-    if calls.only is not None and calls.is_timer:
-        return REMEDY_TIMER.format(call=f"{calls.only.code} at {short_place(calls.only.place)}")
+    if calls.timer_remedy:
+        return calls.timer_remedy
     if calls.only is not None and not end.signal:
         return _REMEDY_CALL.format(place=short_place(calls.only.place))
     if end.status is not None:

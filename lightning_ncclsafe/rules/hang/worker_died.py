@@ -17,7 +17,6 @@ from lightning_ncclsafe.code.libraries import (
 from lightning_ncclsafe.facts import EndedProcess, RankFacts
 from lightning_ncclsafe.rules.kit import (
     REMEDY_MAPPED_FILE,
-    REMEDY_TIMER,
     Confidence,
     Evidence,
     ExitCalls,
@@ -298,8 +297,8 @@ def _waits_in_vain(view: Timeline, rank: int) -> Finding:
 def _remedy_raised(facts: RankFacts, signal: str, calls: ExitCalls, *, is_of_pool: bool) -> str:
     if is_of_pool and signal not in _ENDS:
         return _why_signalled(facts, signal, less=_LESS_POOL, crashed=_REMEDY_OWN)
-    if calls.only is not None and calls.is_timer:
-        return REMEDY_TIMER.format(call=f"{calls.only.code} at {short_place(calls.only.place)}")
+    if calls.timer_remedy:
+        return calls.timer_remedy
     if signal:
         return _remedy(facts, signal)
     return _remedy(facts, signal) if calls.only is None else _REMEDY_EXITED

@@ -15,7 +15,7 @@ _FEW = 4
 _CPU_TIME = "SIGXCPU"
 _OF_TIMERS = ("SIGALRM", "SIGVTALRM", "SIGPROF", _CPU_TIME)
 
-REMEDY_TIMER = (
+_REMEDY_TIMER = (
     "A timer ({call}) went off where nothing handled its signal. Cancel it on every way out of what it limits "
     "(finally: signal.alarm(0)), and only then restore the handler before it; or wait with a timeout instead."
 )
@@ -38,15 +38,17 @@ class ExitCalls(NamedTuple):
         return 0 < len(self.possible) <= _FEW
 
     @property
-    def is_timer(self) -> bool:
-        """Whether the only one is a timer that sends a signal."""
-        return self.only is not None and self.only.signal not in ("", _CPU_TIME)
+    def timer_remedy(self) -> str:
+        """What to do if the only one is a timer that sends a signal; empty if it is not."""
+        if self.only is None or self.only.signal in ("", _CPU_TIME):
+            return ""
+        return _REMEDY_TIMER.format(call=f"{self.only.code} at {short_place(self.only.place)}")
 
     def evidence(self, rank: int) -> Iterator[Evidence]:
         """Each of them, if they are few."""
         if self.only is not None:
             at = short_place(self.only.place)
-            does = f"sets a timer that sends {self.only.signal}" if self.is_timer else "exits with this status"
+            does = f"sets a timer that sends {self.only.signal}" if self.timer_remedy else "exits with this status"
             does = "limits CPU time" if self.only.signal == _CPU_TIME else does
             text = f"Of all code of yours that is loaded, only {self.only.code} at {at} {does}."
             yield Evidence(source="source code", rank=rank, text=text)
