@@ -69,7 +69,7 @@ def _finding(view: Timeline, root: Root) -> Finding:
         sizes = " and ".join(f"{numel(call):,} elements" for call in calls.values())
         why = f"what is sent and what is received differ in size ({sizes})"
     if root.is_astray and (end := end_of(view, calls[root.ranks[0]])) is not None:
-        why += f", and rank {root.ranks[0]} has never exchanged data with rank {end[1]} before"
+        why += f", and the dump of rank {root.ranks[0]} shows no earlier exchange with rank {end[1]}"
     if passed:
         why = clause(passed, "has|have continued without the other side")
     return finding(
