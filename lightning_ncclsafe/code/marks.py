@@ -1,6 +1,7 @@
-"""Marks that functions of this package declare about themselves: probes put them on frames, and rules read them.
+"""Marks of functions: probes put them on frames, and rules read them.
 
-So no rule has to know a function by its file and name, which change.
+Functions of this package declare them about themselves, so no rule has to know one by its file and name, which change;
+the methods of the user's own loggers get theirs when a Trainer starts.
 """
 
 import os
@@ -16,7 +17,7 @@ T = TypeVar("T", bound=Callable[..., object])
 
 
 class Mark(str, Enum):
-    """What a frame of this package is; other code has no marks."""
+    """What a frame of this package is, or one of the user's own loggers; other code has no marks."""
 
     OWN = "own"
     """Code of this package that waits for no rank."""
@@ -30,6 +31,8 @@ class Mark(str, Enum):
     """Writes this process's stack for a peer, which asks for its callers."""
     LISTENER = "listener"
     """Listens to Lightning's actions: deeper frames are the guard's own."""
+    USER_LOGGER = "user_logger"
+    """A method of a logger that the program itself defines; all others are functions of this package."""
 
 
 def _as_written(file: str) -> str:
@@ -63,10 +66,8 @@ def marked(mark: Mark) -> Callable[[T], T]:
 def mark_at(file: str, line: int, function: str) -> str:
     """The mark of the frame at this line, with Python's or faulthandler's names; empty for other code."""
     written = _as_written(file)
-    if not written.startswith(_FOLDER):
-        return ""
-    found = (mark for lines, mark in _marked.get((written, function), {}).items() if line in lines)
-    return next(found, Mark.OWN).value
+    found = (mark.value for lines, mark in _marked.get((written, function), {}).items() if line in lines)
+    return next(found, Mark.OWN.value if written.startswith(_FOLDER) else "")
 
 
 def lacks_mark(file: str, mark: str) -> bool:

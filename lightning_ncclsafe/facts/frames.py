@@ -63,8 +63,8 @@ class Frame:
         rank_condition: The condition on the rank that encloses this line in the source, with its line number, such as
             ``"if trainer.is_global_zero:  (line 41)"`` or ``"else of if rank == 0:  (line 12)"``; after an early return
             ``"past return under if rank != 0:  (line 12)"``. Empty if there is none.
-        mark: What code of this package declares about itself, see :class:`~lightning_ncclsafe.code.marks.Mark`; empty
-            for other code, and if the frame was not taken by a probe.
+        mark: What code of this package declares about itself, or that it is of a logger that the user has written, see
+            :class:`~lightning_ncclsafe.code.marks.Mark`; empty for other code, and if no probe took the frame.
         handler: The clause that handles an exception in the ``try`` or ``with`` that encloses this line, with its line
             number, such as ``"except RuntimeError:  (line 47)"``; empty if there is none, or if the line is also under
             a condition.

@@ -1,20 +1,25 @@
 """The probe of the Trainer against real ones, looked at from their own hooks, as another thread may at any time."""
 
+import sys
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from lightning_ncclsafe.code.marks import Mark, mark_at
 from lightning_ncclsafe.facts import Action, LoaderFacts, LoopEnd, Phase, Progress, StorageFacts, TrainerFacts
 from lightning_ncclsafe.facts.phase_kinds import PhaseKind
+from lightning_ncclsafe.probes.process import stacks
 from lightning_ncclsafe.probes.trainer import state as trainer_probe
 from lightning_ncclsafe.probes.trainer.actions import ActionTracker
 from lightning_ncclsafe.probes.trainer.state import TrainerProbe
@@ -666,6 +671,36 @@ def test_loaders_that_end_at_different_lines_have_none(tmp_path: Path) -> None:
     look.probe = TrainerProbe(trainer)
     trainer.fit(Net(), DataLoader(Stream(), 2), [DataLoader(held, 2), DataLoader(Endless())])
     assert all("validate" not in seen for seen in look.seen["on_validation_batch_start"])
+
+
+class Ledger(CSVLogger):
+    @rank_zero_only
+    def log_histogram(self, name: str) -> str:
+        return mark_here(name)
+
+
+def mark_here(function: str) -> str:
+    """The mark of the frame that calls this."""
+    caller = sys._getframe(1)
+    assert caller.f_code.co_name == function
+    return stacks.seen_frame(*stacks.place_in(caller, caller.f_lineno)).mark
+
+
+def test_methods_of_the_users_own_loggers_are_marked(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path)
+    assert ledger.log_histogram("log_histogram") == ""
+    TrainerProbe(make_trainer(tmp_path, logger=[CSVLogger(tmp_path), ledger]))
+    assert ledger.log_histogram("log_histogram") == Mark.USER_LOGGER
+    library = CSVLogger.log_metrics.__wrapped__.__code__
+    assert mark_at(library.co_filename, library.co_firstlineno, library.co_name) == ""
+
+
+def test_a_logger_of_odd_attributes_hurts_nothing(tmp_path: Path) -> None:
+    class Odd(CSVLogger):
+        client = MagicMock()
+
+    Odd.client.__wrapped__ = Odd.client
+    TrainerProbe(make_trainer(tmp_path, logger=Odd(tmp_path)))
 
 
 def place_of(mark: str) -> str:

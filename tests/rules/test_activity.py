@@ -33,6 +33,7 @@ from builders import (
     user,
 )
 
+from lightning_ncclsafe.code.marks import Mark
 from lightning_ncclsafe.facts import (
     AwaitedThread,
     Frame,
@@ -64,6 +65,7 @@ HANDLERS = Frame(file=LOGGING, line=1700, function="callHandlers")
 SENDS = Frame(file=f"{SITE}/../logging/handlers.py", line=1013, function="emit")
 TEXT = Frame(file=LOGGING, line=370, function="getMessage")
 HOOK = Frame(file=f"{SITE}/lightning/pytorch/trainer/call.py", line=177, function="_call_lightning_module_hook")
+OWN_LOGGER = replace(user("log_histogram", 5), mark=Mark.USER_LOGGER.value)
 SWEEP = Frame(file=f"{SITE}/wandb/sdk/launch/agent.py", line=1, function="run")
 
 
@@ -86,6 +88,9 @@ SWEEP = Frame(file=f"{SITE}/wandb/sdk/launch/agent.py", line=1, function="run")
         ((STEP, HANDLERS, user("emit", 5)), Kind.LOGGER),
         ((STEP, HANDLERS, user("emit", 5), QUEUE_GET), Kind.USER),
         ((STEP, HANDLERS, TEXT, user("__str__", 5)), Kind.USER),
+        ((STEP, RANK_ZERO, OWN_LOGGER), Kind.LOGGER),
+        ((STEP, RANK_ZERO, OWN_LOGGER, user("_send", 6)), Kind.LOGGER),
+        ((STEP, RANK_ZERO, OWN_LOGGER, ALL_REDUCE), Kind.COLLECTIVE),
         ((TEARDOWN, user("finalize", 5), user("send", 6)), Kind.LOGGER),
         ((TEARDOWN, RANK_ZERO, user("finalize", 5)), Kind.LOGGER),
         ((TEARDOWN, HOOK, user("teardown", 5), user("finalize", 6)), Kind.USER),

@@ -7,11 +7,12 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from typing import Any
 
+from lightning_ncclsafe.code.marks import Mark, marked
 from lightning_ncclsafe.facts import Action, LoaderFacts, LoopEnd, Phase, Progress, StorageFacts, TrainerFacts
 from lightning_ncclsafe.facts.phase_kinds import FIRST_BATCH, PhaseKind, make_phase_kind
 from lightning_ncclsafe.probes.data.data_line import data_line
 from lightning_ncclsafe.probes.host.resources import filesystem_of
-from lightning_ncclsafe.probes.process.stacks import training_thread
+from lightning_ncclsafe.probes.process.stacks import is_user_code, training_thread
 from lightning_ncclsafe.probes.source.scopes import Scope, attributes_set, first_places, scopes_in, scopes_of
 from lightning_ncclsafe.probes.trainer.logged_keys import users_of
 from lightning_ncclsafe.probes.trainer.setting_lines import SET_BY, setting_lines
@@ -57,6 +58,18 @@ def epoch_is_over(trainer: Any) -> bool:
     return progress is not None and 0 < progress.current.completed == progress.current.ready
 
 
+def _mark_loggers(trainer: Any) -> None:
+    """Marks the methods of the user's own classes of loggers: frames do not show whose function they are."""
+    for logger in getattr(trainer, "loggers", ()):
+        for kind in type(logger).__mro__:
+            # A notebook has no file, and is the user's.
+            file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
+            # A class may have attributes that look like anything; then only the mark is missing.
+            with suppress(Exception):
+                if is_user_code(file):
+                    marked(Mark.USER_LOGGER)(kind)
+
+
 class TrainerProbe:
     """Reads a Trainer from another thread. It only looks at attributes that cost nothing and touch no storage.
 
@@ -66,6 +79,7 @@ class TrainerProbe:
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
+        _mark_loggers(trainer)
         self._started = False
         self._processed_before: int | None = None
         self._epochs_before = 0

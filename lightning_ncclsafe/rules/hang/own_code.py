@@ -62,7 +62,7 @@ def _is_in_own_code(view: Timeline, rank: int) -> bool:
 def _own_frame(stack: tuple[Frame, ...]) -> Frame | None:
     """The deepest frame of this package, if there is only Python's own library below it."""
     for frame in reversed(stack):
-        if frame.mark:
+        if frame.mark and not frame.user:
             return frame
         if frame.user or any(part in frame.file.replace("\\", "/") for part in _INSTALLED):
             return None

@@ -101,7 +101,7 @@ def _landmark(stack: tuple[Frame, ...], depth: int) -> Landmark | None:
     if not frame.user:
         return _known_landmark(frame.file, frame.function, frame.mark)
     is_hook = libraries.HOOKS_OF_LOGGERS.has(frame.file, frame.function)
-    return _LOGGER if is_hook or _is_finalize(stack, depth) else None
+    return _LOGGER if is_hook or frame.mark == Mark.USER_LOGGER or _is_finalize(stack, depth) else None
 
 
 def _is_finalize(stack: tuple[Frame, ...], depth: int) -> bool:
