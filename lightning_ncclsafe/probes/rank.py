@@ -48,7 +48,7 @@ from lightning_ncclsafe.probes.process.last_seen import LastSeenFile
 from lightning_ncclsafe.probes.process.main_thread import (
     thread_ran_s,
 )
-from lightning_ncclsafe.probes.process.stack_samples import StackSamples, is_in_while, outside_common_loop
+from lightning_ncclsafe.probes.process.stack_samples import StackSamples, is_in_loop, outside_common_loop
 from lightning_ncclsafe.probes.rank_info import RankInfo
 from lightning_ncclsafe.probes.source.exit_calls import exit_calls
 from lightning_ncclsafe.probes.trainer import model_units
@@ -334,7 +334,7 @@ class RankProbe:
     def _stack_of_worker(self, seen: ProcessFacts, armed: traceback_signal.Armed) -> tuple[Frame, ...]:
         """Its stack; where a loop runs, it is asked again, as the line at which it was says little."""
         asked = [traceback_signal.ask(seen.pid, armed, owner=self.info.pid)]
-        if seen.state == "running" and is_in_while(asked[0]):
+        if seen.state == "running" and is_in_loop(asked[0]):
             while len(asked) <= _ASKED_AGAIN and asked[-1]:
                 asked.append(traceback_signal.ask(seen.pid, armed, owner=self.info.pid))
         return outside_common_loop([stack for stack in asked if stack])

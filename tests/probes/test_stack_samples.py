@@ -9,7 +9,7 @@ import pytest
 from lightning_ncclsafe.code.libraries import COLLECTIVES
 from lightning_ncclsafe.facts import Frame
 from lightning_ncclsafe.probes.process import stack_samples
-from lightning_ncclsafe.probes.process.stack_samples import StackSamples, is_in_while, outside_common_loop
+from lightning_ncclsafe.probes.process.stack_samples import StackSamples, is_in_loop, outside_common_loop
 
 OUTER = Frame(file="train.py", line=7, function="setup", user=True)
 WAIT = Frame(file="/venv/torch/distributed/distributed_c10d.py", line=5356, function="barrier")
@@ -196,6 +196,41 @@ def test_a_thread_that_goes_round_in_no_while_loop_is_where_it_is(looped: Looped
     assert looped(*lines, times=4) == lines_of(stack_at("", lines[-1]))
 
 
+LOOP = """\
+def fitted(rows, tol):
+    {head}
+        moved = means(rows)
+        {around}
+            {leaves}
+        rows = moved
+"""
+
+
+@pytest.mark.parametrize(
+    ("head", "around", "leaves", "ends_at"),
+    [
+        ("while True:", "if distance(moved) < tol:", "return moved", 4),
+        ("while 1:", "if distance(moved) < tol:", "break", 4),
+        ("for step in itertools.count():", "if distance(moved) < tol:", "break", 4),
+        ("while True:", "if distance(moved) < tol:", "raise StopIteration", 0),
+        ("while True:", "if distance(moved) < tol:", "break\n        if rows:\n            return", 0),
+        ("while True:", "for row in rows:", "break", 0),
+        ("while True:", "with lock:", "return", 0),
+        ("while True:", "def inner():", "return moved", 0),
+        ("for row in rows:", "if distance(moved) < tol:", "break", 0),
+    ],
+)
+def test_a_loop_without_end_depends_on_the_only_condition_that_leaves_it(
+    tmp_path: Path, samples: StackSamples, sample: Sample, head: str, around: str, leaves: str, ends_at: int
+) -> None:
+    path = tmp_path / "endless.py"
+    path.write_text(LOOP.format(head=head, around=around, leaves=leaves))
+    stacks = [stack_at(str(path), line) for line in (3, 4, 6)]
+    sample(*stacks * 3)
+    shown = lines_of(samples.outside_loop(stacks[0], lambda: 1))
+    assert shown == ((f"fitted:{ends_at}",) if ends_at else ("fitted:3", "norm:9"))
+
+
 def test_the_innermost_loop_around_all_lines_counts(looped: Looped) -> None:
     assert looped(15, 16, 20) == ("fitted:13",)
 
@@ -252,9 +287,9 @@ def test_more_samples_are_taken_of_a_thread_in_a_loop(
 
 def test_a_process_that_was_asked_again_is_at_the_head_of_its_loop(source: str) -> None:
     stacks = [stack_at(source, line) for line in (4, 4, 5)]
-    assert is_in_while(stacks[0])
+    assert is_in_loop(stacks[0])
     assert lines_of(outside_common_loop(stacks)) == ("fitted:3",)
     assert outside_common_loop(stacks[:2]) == stacks[0]
     assert outside_common_loop([]) == ()
-    assert not is_in_while(stack_at(source, 27))
-    assert not is_in_while(())
+    assert not is_in_loop(stack_at(source, 27))
+    assert not is_in_loop(())

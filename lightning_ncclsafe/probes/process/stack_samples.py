@@ -1,7 +1,7 @@
 """Samples of the stack of a training thread that makes no progress: they show which line of a loop takes longest.
 
-If none takes longest, and a ``while`` loop has all of these lines, then what does not end is the loop: its head shows
-on what that depends.
+If none takes longest, and a loop that ends by a condition has all of these lines, then what does not end is the loop:
+the condition shows on what that depends.
 """
 
 import time
@@ -52,11 +52,11 @@ class _Common(NamedTuple):
 
     Attributes:
         depth: How many of the user's frames are outside of its function.
-        head: Its first line.
+        ends_at: The line of the condition by which it ends.
     """
 
     depth: int
-    head: int
+    ends_at: int
 
 
 class StackSamples:
@@ -92,11 +92,11 @@ class StackSamples:
         return most if count >= 2 * (samples.get(now, _NONE)[0] + 1) else stack
 
     def outside_loop(self, stack: tuple[Frame, ...], position: Callable[[], Hashable]) -> tuple[Frame, ...]:
-        """The stack down to the head of the ``while`` loop in which the thread goes round; else the same stack.
+        """The stack down to the condition by which the loop ends in which the thread goes round; else the same stack.
 
         The samples agree in all lines outside of that loop, have been seen to go back in it, and no line of it, with
         what it calls, has nearly all of them, or all of the last seconds: such a line, as that of a sleep or of a wait
-        that does not end, says more than the head.
+        that does not end, says more than the condition.
 
         It takes more samples, for up to 0.1 s, and reads source files, so it is not for the training's thread.
 
@@ -105,7 +105,7 @@ class StackSamples:
             position: Gives the present position.
         """
         since, _, latest = self._since
-        if position() != since or is_in_wait(stack) or not is_in_while(stack):
+        if position() != since or is_in_wait(stack) or not is_in_loop(stack):
             return stack
         seen = [*latest]
         ends_s = time.monotonic() + _MORE_S
@@ -126,9 +126,9 @@ class StackSamples:
 
 
 def outside_common_loop(stacks: Sequence[tuple[Frame, ...]]) -> tuple[Frame, ...]:
-    """The first of these stacks, which were taken shortly one after the other, down to the head of their loop.
+    """The first of these stacks, which were taken shortly one after the other, down to the condition that ends a loop.
 
-    It is the head of the ``while`` loop in which they are at different lines. If there is none, it is the whole stack.
+    It is the loop in which they are at different lines. If there is none, it is the whole stack.
     """
     if not stacks:
         return ()
@@ -136,14 +136,14 @@ def outside_common_loop(stacks: Sequence[tuple[Frame, ...]]) -> tuple[Frame, ...
     return _down_to(stacks[0], loop) if loop is not None else stacks[0]
 
 
-def is_in_while(stack: tuple[Frame, ...]) -> bool:
-    """Whether a line of the user's in a stack is in a ``while`` loop of its function. Reads source files."""
+def is_in_loop(stack: tuple[Frame, ...]) -> bool:
+    """Whether a line of the user's in a stack is in a loop that ends by a condition. Reads source files."""
     loops = (loop for place in _path(stack) for loop in scope_at(*place).loops_around([place[2]]))
-    return any(loop.is_conditional for loop in loops)
+    return any(loop.ends_at for loop in loops)
 
 
 def _common_loop(paths: Sequence[_Path]) -> _Common | None:
-    """The ``while`` loop in which all these paths are, at different lines of its function, and at the same outside."""
+    """The loop in which all these paths are, at different lines of its function, and at the same outside."""
     # The outermost of the user's frames that is not the same in all.
     depth = next((depth for depth, places in enumerate(zip(*paths, strict=False)) if len({*places}) > 1), None)
     if depth is None or len({path[depth][:2] for path in paths}) > 1:
@@ -152,16 +152,16 @@ def _common_loop(paths: Sequence[_Path]) -> _Common | None:
     lines = {path[depth][2] for path in paths}
     scope = scope_at(file, function, min(lines))
     loop = next(iter(scope.loops_around(lines)), None)
-    if loop is None or not loop.is_conditional:
+    if loop is None or not loop.ends_at:
         return None
-    # What single ranks do in the loop is lost at its head.
+    # What single ranks do in the loop is lost at its condition.
     conditions = {scope_at(*place).rank_condition(place[2]) for path in paths for place in path[depth:]}
-    return _Common(depth, loop.first) if conditions <= {"", scope.rank_condition(loop.first)} else None
+    return _Common(depth, loop.ends_at) if conditions <= {"", scope.rank_condition(loop.ends_at)} else None
 
 
 def _down_to(stack: tuple[Frame, ...], loop: _Common) -> tuple[Frame, ...]:
     index = [index for index, frame in enumerate(stack) if frame.user][loop.depth]
-    return (*stack[:index], replace(stack[index], line=loop.head, code=""))
+    return (*stack[:index], replace(stack[index], line=loop.ends_at, code=""))
 
 
 def _path(stack: tuple[Frame, ...]) -> _Path:

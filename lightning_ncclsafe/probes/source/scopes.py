@@ -36,6 +36,8 @@ MOST_PLACES = 8
 """The most lines that are reported of one kind."""
 _CONDITIONS = (Decides.RANK, Decides.VALUE, Decides.COMMON)
 _MODULE = "<module>"
+# Of itertools.
+_ENDLESS = ("count", "cycle")
 
 
 @dataclass(frozen=True)
@@ -123,11 +125,9 @@ class Scope:
     @cached_property
     def _loops(self) -> tuple["Loop", ...]:
         statements = (
-            Loop(one.lineno, last_line(one.body[-1]), _has_condition(one))
-            for one in self.nodes
-            if isinstance(one, LOOPS)
+            Loop(one.lineno, last_line(one.body[-1]), _ends_at(one)) for one in self.nodes if isinstance(one, LOOPS)
         )
-        inline = (Loop(one.lineno, last_line(one), False) for one in self.nodes if isinstance(one, COMPREHENSIONS))
+        inline = (Loop(one.lineno, last_line(one), 0) for one in self.nodes if isinstance(one, COMPREHENSIONS))
         return (*statements, *inline)
 
     def leads_around(self, line: int) -> tuple[str, ...]:
@@ -157,13 +157,14 @@ class Loop(NamedTuple):
     Attributes:
         first: Its first line.
         last: The last line of its body.
-        is_conditional: Whether it is a ``while`` with a condition: the head of ``while True:`` does not say when it
-            ends, and a ``for`` or a comprehension ends with what it goes through.
+        ends_at: The line of the condition by which it ends: the head of a ``while``, or the only ``if`` by which a
+            loop without end is left. 0 if that is not known: a ``for`` or a comprehension ends with what it goes
+            through.
     """
 
     first: int
     last: int
-    is_conditional: bool
+    ends_at: int
 
 
 class AttributeSet(NamedTuple):
@@ -194,8 +195,24 @@ def attributes_set(node: ast.AST) -> Iterator[AttributeSet]:
                 yield AttributeSet(target.value, target.attr, node.value, node.lineno)
 
 
-def _has_condition(loop: ast.stmt) -> bool:
-    return isinstance(loop, ast.While) and not isinstance(loop.test, ast.Constant)
+def _ends_at(loop: ast.stmt) -> int:
+    if isinstance(loop, ast.While) and not isinstance(loop.test, ast.Constant):
+        return loop.lineno
+    is_endless = isinstance(loop, ast.While) or (
+        isinstance(loop, ast.For) and isinstance(loop.iter, ast.Call) and name_of(loop.iter.func) in _ENDLESS
+    )
+    exits = [*_exits(loop.body, 0)] if is_endless and isinstance(loop, LOOPS) else []
+    return exits[0] if len(exits) == 1 else 0
+
+
+def _exits(body: Iterable[ast.AST], under: int, *, of_inner: bool = False) -> Iterator[int]:
+    """Of each ``break`` and ``return`` by which a loop with these statements is left: the line of its ``if``, or 0."""
+    for one in body:
+        if isinstance(one, ast.Return) or (isinstance(one, ast.Break) and not of_inner):
+            yield under
+        elif not isinstance(one, (*FUNCTIONS, ast.ClassDef, ast.expr)):
+            inside = one.lineno if isinstance(one, ast.If) else under
+            yield from _exits(ast.iter_child_nodes(one), inside, of_inner=of_inner or isinstance(one, LOOPS))
 
 
 @lru_cache(maxsize=8)
