@@ -6,10 +6,11 @@ from typing import IO
 
 from lightning_ncclsafe.facts import ExceptionFacts, LogFacts, Statement, StatementKind
 from lightning_ncclsafe.facts.recorded import SET_UP
-from lightning_ncclsafe.reading import starts, statements, tracebacks, watchdog
+from lightning_ncclsafe.reading import process_ids, starts, statements, tracebacks, watchdog
 from lightning_ncclsafe.reading.bars import LastBar, works_on
 from lightning_ncclsafe.reading.groups import DEFAULT_GROUP
 from lightning_ncclsafe.reading.lines import Line, Unread, lines, parts, telling
+from lightning_ncclsafe.reading.process_ids import ProcessIds
 from lightning_ncclsafe.reading.rank_log import RankLog
 from lightning_ncclsafe.reading.starts import (
     RANKS_OF_A_HOST,
@@ -30,7 +31,7 @@ from lightning_ncclsafe.reading.tracebacks import RankException, Tracebacks
 from lightning_ncclsafe.reading.values import MOST_RANKS, ReadingError, frame, whole
 
 # Every useful line has one of these words; most lines, and most megabytes, have none.
-_WORDS = {*starts.WORDS, *statements.WORDS, *tracebacks.WORDS, *watchdog.WORDS}
+_WORDS = {*process_ids.WORDS, *starts.WORDS, *statements.WORDS, *tracebacks.WORDS, *watchdog.WORDS}
 _TELLING = tuple(word.encode() for word in sorted(_WORDS) if not any(one in word and one != word for one in _WORDS))
 _MOST_REMARKS = 8
 _MOST_BROKEN = 3
@@ -61,6 +62,7 @@ class Log:
         self._starts = Starts()
         self._tracebacks = Tracebacks()
         self._rank_of: dict[str, int | None] = {}
+        self._processes = ProcessIds()
         self._broken: list[str] = []
         self._broken_of: int | None = None
         self._failed: RankLog | None = None
@@ -192,7 +194,9 @@ class Log:
         text = self._whole_line(line)
         if self._has_next_start(text):
             self._start_again()
+        self._processes.read(text)
         rank = self._speaker(line)
+        rank = self._processes.rank_by(text) if rank is None else rank
         is_read = self._exceptions(line, rank, text)
         is_read |= self._of_the_job(line, text)
         is_read |= self._begins_or_ends_regularly(rank, text)
@@ -227,7 +231,7 @@ class Log:
         return begins
 
     def _stated(self, rank: int | None, text: str) -> bool:
-        statements = list(self._statements.read(text, rank))
+        statements = list(self._statements.read(text, rank, self._processes.rank_of))
         for statement in statements:
             if self._follows_from_timeout(statement):
                 continue

@@ -18,6 +18,8 @@ _Match = re.Match[str]
 
 WORDS = (
     "ismatch",
+    ") MISMATCH",
+    ") INCOMPLETE",
     "first process to do so was",
     " RUNNING AT ",
     "Fatal Python error",
@@ -157,30 +159,37 @@ class _Fault:
 
 
 class _Counts:
-    """NCCL's RAS: how many operations the ranks of a communicator have launched, and from which it has no data."""
+    """NCCL's RAS: how many operations the ranks of a communicator have launched, and from which it has no data.
 
-    _BEGINS = re.compile(r"^\s*#\d+-\d+ \(\w+\) (?:MISMATCH|INCOMPLETE)")
+    It may have been asked between two operations: only if it says the same twice, the ranks with fewer are behind.
+    """
+
+    _BEGINS = re.compile(r"^\s*(#\d+-\d+ \(\w+\)) (?:MISMATCH|INCOMPLETE)")
     _COUNT = re.compile(r"(\d+) ranks? ha(?:s|ve) launched up to operation (\d+)")
     _RANK = re.compile(r"^\s*Rank (\d+) -- ")
     _LOST = re.compile(r"Missing communicator data from")
 
     def __init__(self) -> None:
         self.is_open = False
+        self._before: dict[str, dict[int, int]] = {}
         self._reset()
 
     def _reset(self) -> None:
+        self._communicator = ""
         self._counts: dict[int, int] = {}
         self._listed: list[int] = []
+        self._by_count: dict[int, list[int]] = {}
         self._is_lost = False
         self._idle = 0
         self._line = ""
 
     def read(self, text: str, _: int | None) -> Iterator[Statement]:
         count, rank = self._COUNT.search(text), self._RANK.match(text)
-        begins, lost = self._BEGINS.match(text) is not None, self._LOST.search(text) is not None
-        if begins:
+        begins, lost = self._BEGINS.match(text), self._LOST.search(text) is not None
+        if begins is not None:
             yield from self.flush()
-        self.is_open = self.is_open or begins or count is not None or lost
+            self._communicator = begins[1]
+        self.is_open = self.is_open or begins is not None or count is not None or lost
         if not self.is_open:
             return
         self._take(count, rank)
@@ -195,6 +204,8 @@ class _Counts:
             self._counts[whole(count[2])] = whole(count[1])
         if rank is not None and len(self._listed) < _MOST_LISTED:
             self._listed.append(whole(rank[1]))
+            if self._counts:
+                self._by_count.setdefault([*self._counts][-1], []).append(whole(rank[1]))
 
     def flush(self) -> Iterator[Statement]:
         listed = ranks(self._listed)
@@ -209,11 +220,22 @@ class _Counts:
                 f"{number} ranks have launched up to operation {operation}"
                 for operation, number in self._counts.items()
             )
-            who = listed if len(listed) == few else ()
+            who = listed if len(listed) == few else self._behind()
             detail = cut(f"NCCL's RAS reports that {words}", _LONGEST_DETAIL)
             yield Statement(kind=StatementKind.AHEAD, ranks=who, detail=detail, line=self._line)
         self.is_open = False
         self._reset()
+
+    def _behind(self) -> tuple[int, ...]:
+        """The ranks with fewer operations than others, if all are listed, and had as many when RAS was asked before."""
+        is_same = self._before.get(self._communicator) == self._counts
+        if len(self._before) < _MOST_LISTED:
+            self._before[self._communicator] = self._counts
+        is_whole = all(len(self._by_count.get(operation, ())) == number for operation, number in self._counts.items())
+        if not (is_same and is_whole):
+            return ()
+        most = max(self._counts)
+        return ranks([rank for operation, who in self._by_count.items() if operation < most for rank in who])
 
 
 class _Stalled:

@@ -4,7 +4,7 @@ Each message of one line is an entry in a table here; ``spanning`` reads message
 """
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -41,7 +41,7 @@ _LISTED = r"\[(?P<listed>\d[\d, ]{0,4000})\]"
 
 # Groups of the patterns: ``code``, or ``signal`` by its name or number, with which a process ended; ``rank`` and
 # ``other``, or those ``listed``, whom it is about; ``local``, its number within its host; ``by``, who says so; ``came``
-# of how many.
+# of how many; ``pid``, whose rank another line may give.
 _MESSAGES = (
     # torchrun, and what builds on it; of torch 1.9
     _ended("exitcode: ", r"failed \(exitcode: (?P<code>-?\d+)\) local_rank: (?P<local>\d+) \(pid: \d+\)", "torchrun"),
@@ -85,7 +85,7 @@ _MESSAGES = (
         "mpirun, MPI_ABORT",
         code=1,
     ),
-    _ended(" died", r"Worker \S{1,100} pid \d+ died, exit code: (?P<code>-?\d+)", "vLLM"),
+    _ended(" died", r"Worker \S{1,100} pid (?P<pid>\d+) died, exit code: (?P<code>-?\d+)", "vLLM"),
     # The number of a worker is its rank.
     _ended(
         " died",
@@ -131,7 +131,7 @@ _MESSAGES = (
     # The kernel's log: it reports processes that are no ranks in the same way.
     _ended(
         "Killed process",
-        r"ut of memory: Killed process \d+ \((?:python|pt_)[\w.-]{0,20}\)",
+        r"ut of memory: Killed process (?P<pid>\d+) \((?:python|pt_)[\w.-]{0,20}\)",
         "the kernel's log",
         code=-9,
     ),
@@ -139,7 +139,7 @@ _MESSAGES = (
     *(
         _ended(
             word,
-            rf"\bline \d+:\s+\d+ {word}\b(?!.*(?:{_LAUNCHERS})).{{0,200}}\bpython",
+            rf"\bline \d+:\s+(?P<pid>\d+) {word}\b(?!.*(?:{_LAUNCHERS})).{{0,200}}\bpython",
             "the shell",
             code=code,
         )
@@ -361,10 +361,19 @@ class Statements:
         """Whether a message continues in the next line."""
         return self._spanning.is_open
 
-    def read(self, text: str, rank: int | None) -> Iterator[Statement]:
-        """The statements in this line, and those that it ends."""
+    def read(
+        self, text: str, rank: int | None, rank_of: Callable[[str], int | None] = lambda _: None
+    ) -> Iterator[Statement]:
+        """The statements in this line, and those that it ends.
+
+        Args:
+            rank: Who has written it; None if unknown.
+            rank_of: Gives the rank of a process ID, or None.
+        """
         for found in found_in(text, _MESSAGES):
-            yield self._completed(_said(found), text, rank)
+            said = self._completed(_said(found), text, rank)
+            process = rank_of(found.groups.get("pid", "")) if not said.ranks else None
+            yield replace(said, ranks=(process,)) if process is not None else said
         if "Killing subprocess " in text:
             self._subprocesses.add(text.rpartition(" ")[2][:20])
         yield from self._spanning.read(text, rank)

@@ -119,6 +119,12 @@ _STATED = (
     # A warning, as NCCL can do without some of these calls
     message("CUDA failure", "Cuda failure", r"NCCL WARN Cuda failure (?:\d+ )?'(?P<why>[^'\n]{1,200})'", "{why}"),
     message(
+        "No room in /dev/shm",
+        "posix_fallocate failed",
+        r"NCCL WARN Call to posix_fallocate failed ?: (?P<why>No space left on device)",
+        "Error while creating shared memory segment: {why}",
+    ),
+    message(
         "Xid {number}",
         "NVRM: Xid",
         r"NVRM: Xid \((?P<device>PCI:[^)]{1,40})\): (?P<number>\d+),? ?(?P<why>[^\n]{0,200})",

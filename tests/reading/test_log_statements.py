@@ -905,3 +905,23 @@ def test_of_a_line_that_names_many_ranks_a_limited_number_is_read() -> None:
     culprits = ", ".join(f"Culprit rank {rank}; Error type: SIZE_OR_SYNTAX_MISMATCH" for rank in range(200))
     read_from = [(*said.ranks, said.detail) for said in Statements().read(culprits, None)]
     assert read_from == [(rank, "Error type: SIZE_OR_SYNTAX_MISMATCH") for rank in range(64)]
+
+
+def test_ranks_are_behind_if_ras_says_twice_that_they_have_launched_less() -> None:
+    def asked(least: int, most: int, listed: bool = True) -> str:
+        counts = {f"2 ranks have launched up to operation {least}": (0, 3)}
+        counts[f"2 ranks have launched up to operation {most}"] = (1, 2)
+        place = "  Rank {0} -- GPU {0} managed by process 7 on node 10.0.0.1\n"
+        text = "#0-0 (cf264af53edbe986) MISMATCH\n  Communicator ranks have different AllReduce operation counts\n"
+        for count, who in counts.items():
+            text += f"  {count}\n" + "".join(place.format(rank) for rank in who if listed or rank)
+        return text + "\n"
+
+    for log, ranks in (
+        (asked(640, 641), ()),
+        (asked(640, 641) * 2, (0, 3)),
+        (asked(640, 641) + asked(640, 642), ()),
+        (asked(640, 641, listed=False) * 2, ()),
+    ):
+        first = judged(log).findings[0]
+        assert (first.rule, first.ranks, first.confidence) == ("out-of-step", ranks, LIKELY)

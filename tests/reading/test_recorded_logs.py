@@ -8,7 +8,7 @@ more (79 kinds, and with the ranks 73); ``later`` 50 more (43, and 41); ``wider`
 since (82, and 77); ``other`` 60 more, likewise (57, and 57); ``latest`` 61 more (51, and 47); ``fresh`` 52 more, some
 of which allow two answers, and of which one truth was mended since (47, and 46); ``rewritten`` 40 more, each rewritten
 after its thread (37, and 35); ``rewritten_again`` 30 more, likewise (30, and 26); ``pasted`` 32 more, likewise (30, and
-28). Each names its thread; numbers of processes, names of hosts and paths were replaced. ``python
+28); ``excerpts`` 32 more, likewise (28, and 25). Each names its thread; numbers of processes, names of hosts and paths were replaced. ``python
 tests/reading/test_recorded_logs.py`` prints the score and what is wrong.
 """
 
@@ -40,6 +40,7 @@ FOLDERS = (
     "rewritten",
     "rewritten_again",
     "pasted",
+    "excerpts",
 )
 CANNOT_TELL = "cannot-tell"
 # Nobody is to blame: some truths name all ranks, and others none.
@@ -112,7 +113,6 @@ def is_sure(finding: Finding) -> bool:
 MISSED = (
     "gloo-closed-exit-code-10.log",
     "file-init-wait-timeout.log",
-    "nccl-out-of-memory-0.log",
     "rank-1-one-work-ahead.log",
     "one-process-caught-out-of-memory.log",
     "tag-0-called-process-error.log",
@@ -124,12 +124,16 @@ MISSED = (
     "48-broadcast-3952-of-7-before-4-2-5.log",
     "10-packing-bars-at-thirty-minutes.log",
     "02-three-small-integers-broadcast.log",
+    "01-translation-epoch-three-stacks.log",
+    "13-nd20-fourth-epoch-again.log",
+    "25-two-boxes-scheduler-dumps.log",
     # All ranks wait, and are named; these truths name none then.
     "03-zero-of-936-and-service-threads.log",
     "11-iteration-20-of-99-in-a-container.log",
     "14-iter-4150-of-two-on-one-node.log",
     "11-denoising-losses-then-828.log",
     "22-qwen-coder-float16-two-hosts.log",
+    "22-smoke-test-blackwell-pair.log",
 )
 ALL = [(folder, truth) for folder in FOLDERS for truth in truths(folder)]
 

@@ -57,7 +57,8 @@ def out_of_step(view: Timeline) -> Iterator[Finding]:
     """
     if failed(view) or has_dumps(view.job):
         return
-    if first := LogStatements(stated(view, StatementKind.AHEAD)[:1]):
+    said = stated(view, StatementKind.AHEAD)
+    if first := LogStatements(sorted(said, key=lambda one: not one.ranks)[:1]):
         yield finding(view, first[0].ranks, f"{first[0].detail}.", evidence=first.evidence)
     for group in view.groups:
         seq = group.seq or 0
