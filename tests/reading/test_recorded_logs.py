@@ -8,8 +8,8 @@ more (79 kinds, and with the ranks 73); ``later`` 50 more (43, and 41); ``wider`
 since (82, and 77); ``other`` 60 more, likewise (57, and 57); ``latest`` 61 more (51, and 47); ``fresh`` 52 more, some
 of which allow two answers, and of which one truth was mended since (47, and 46); ``rewritten`` 40 more, each rewritten
 after its thread (37, and 35); ``rewritten_again`` 30 more, likewise (30, and 26); ``pasted`` 32 more, likewise (30, and
-28); ``excerpts`` 32 more, likewise (28, and 25). Each names its thread; numbers of processes, names of hosts and paths were replaced. ``python
-tests/reading/test_recorded_logs.py`` prints the score and what is wrong.
+28); ``excerpts`` 32 more, likewise (28, and 25). Each names its thread; numbers of processes, names of hosts and paths
+were replaced. ``python tests/reading/test_recorded_logs.py`` prints the score and what is wrong.
 """
 
 import json

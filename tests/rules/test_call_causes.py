@@ -804,6 +804,34 @@ def test_a_rank_that_waits_at_an_earlier_line_is_yet_to_log_the_key(line: int, l
     assert next(iter(told)) == "diverged-log-keys", "it was there in the batch before"
 
 
+@pytest.mark.parametrize(
+    ("line", "function", "loop", "batches_ahead", "first"),
+    [
+        (100, "validation_step", 0, 0, "diverged-collectives"),
+        (100, "validation_step", 99, 0, "diverged-log-keys"),
+        (106, "validation_step", 0, 0, "diverged-log-keys"),
+        (100, "forward", 0, 0, "diverged-log-keys"),
+        (100, "validation_step", 0, 1, "diverged-log-keys"),
+    ],
+    ids=["before it", "in its loop", "past it", "elsewhere", "in a later batch"],
+)
+def test_a_rank_in_the_function_that_others_have_left_is_yet_to_log_the_key(
+    line: int, function: str, loop: int, batches_ahead: int, first: str
+) -> None:
+    """The others reduce the key at the end of the epoch, line 104 logs it; rank 2 makes another call before."""
+    ranks = {facts.rank: facts for facts in scenes.key_that_one_rank_lacks(GLOO).ranks}
+    key = LoggedKey(name="val_loss", hook="validation_step", place=f"{USER_FILE}:104 in validation_step")
+    for rank, facts in ranks.items():
+        left = tuple(frame for frame in facts.stack if not frame.user)
+        logged = replace(facts.steps, logged=() if rank == 2 else (key,), reducing="" if rank == 2 else key.name)
+        ranks[rank] = replace(facts, stack=(RUN, *left), steps=logged)
+    loops = (Branch(line=loop, test="for part in parts:", on=Decides.PASSES, until=110),)
+    at = replace(user(function, line), branches=loops if loop else ())
+    moved = replace(ranks[0].progress, batch_idx=ranks[0].progress.batch_idx + batches_ahead)
+    ranks[2] = replace(ranks[2], stack=(RUN, at, ALL_REDUCE), progress=moved)
+    assert next(iter(found(scenes.ordered(ranks)))) == first
+
+
 def test_a_rank_that_is_ahead_may_have_skipped_more() -> None:
     """Every other batch has no backward pass, on all ranks; rank 1 is a batch further."""
     passes = {0: (10, 5), 1: (10, 6), 2: (10, 5), 3: (10, 5)}

@@ -843,6 +843,45 @@ def test_a_jump_around_a_forward_pass_of_a_sharded_model_skips_a_step(
     assert is_named is (rule == "skipped-step")
 
 
+AROUND = replace(RETURN, jump="", until=45)
+
+
+@pytest.mark.parametrize(
+    ("branch", "code", "hook", "rule", "location"),
+    [
+        (AROUND, "self.manual_backward(loss)", TRAINING_STEP, "skipped-step", f"{FILE}:40 in step"),
+        (AROUND, "loss.backward()", TRAINING_STEP, "skipped-step", f"{FILE}:40 in step"),
+        (RETURN, "self.manual_backward(loss)", TRAINING_STEP, "skipped-step", f"{FILE}:39 in step"),
+        (AROUND, "self.all_gather(loss)", TRAINING_STEP, "diverged-collectives", f"{FILE}:40 in step"),
+        (AROUND, "self.manual_backward(loss)", EPOCH_END, "diverged-collectives", f"{FILE}:40 in step"),
+    ],
+    ids=["a condition", "of torch", "a jump", "another call", "in another hook"],
+)
+def test_what_leads_around_a_backward_pass_skips_a_step(
+    branch: Branch, code: str, hook: str, rule: str, location: str
+) -> None:
+    """With manual optimization, of a model whose gradients are reduced by shards: nothing else is counted there."""
+    facts = with_branches(of("rgrgrb", "rgrrb", "rgrgrb"), branch)
+    called = {
+        one.rank: tuple(
+            replace(call, stack=tuple(replace(frame, code=code) if frame.user else frame for frame in call.stack))
+            for call in one.collectives
+        )
+        for one in facts.ranks
+    }
+    in_hook = (
+        replace(
+            one,
+            collectives=called[one.rank],
+            progress=replace(one.progress, actions=(Action(name=hook, for_s=5),)),
+        )
+        for one in facts.ranks
+    )
+    finding = first(replace(facts, ranks=tuple(in_hook)))
+    assert (finding.rule, finding.ranks, finding.location) == (rule, (1,), location)
+    assert ("skipped a backward pass" in finding.summary) is (rule == "skipped-step")
+
+
 def test_where_nothing_is_recorded_the_lines_of_the_ranks_decide() -> None:
     there = replace(user("step", 40), branches=(RETURN, replace(LOOP, on=Decides.VALUE)))
     here = user("step", 35)

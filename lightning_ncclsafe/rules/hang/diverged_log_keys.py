@@ -34,6 +34,7 @@ from lightning_ncclsafe.rules.kit import (
     hang_rule,
     inside_trainer,
     is_before,
+    is_before_line,
     is_in,
     is_in_action,
     joined,
@@ -128,6 +129,8 @@ def _by_keys(view: Timeline, reducing: tuple[int, ...]) -> Iterator[Finding]:
     odd = _odd_key(view, reducing)
     if odd is not None:
         yield _finding(view, odd)
+    elif _comes_to_log(view, reducing):
+        return
     elif not _may_log_it_yet(view, reducing) and (skipped := _skipped_reduction(view, reducing)):
         yield _skipped_finding(view, skipped)
     elif len(reducing) < len(view.waiting) and not view.silent:
@@ -231,7 +234,9 @@ def _odd_key(view: Timeline, reducing: tuple[int, ...]) -> _UncommonKey | None:
     for key in sorted(keys.values(), key=lambda key: key.name not in now):
         lacking = tuple(rank for rank, names in logged.items() if _named(key) not in names)
         having = tuple(rank for rank, names in logged.items() if _named(key) in names)
-        if lacking and not _is_yet_to_log(view, key.hook, having, lacking):
+        if lacking and not (
+            _is_yet_to_log(view, key.hook, having, lacking) or _are_before(view, lacking, having, key.place)
+        ):
             others = logged[lacking[0]] - logged[having[0]]
             is_mutual = any(hook == key.hook for hook, _ in others)
             return _UncommonKey(key=key, having=having, lacking=lacking, ended=ended, is_mutual=is_mutual)
@@ -245,6 +250,24 @@ def _may_log_it_yet(view: Timeline, reducing: tuple[int, ...]) -> bool:
     each = {rank: {key.name for key in one.steps.logged} for rank, one in view.facts.items()}
     lacking = tuple(rank for rank, names in each.items() if facts.reducing not in names)
     return hook is not None and bool(lacking) and _is_yet_to_log(view, hook, reducing, lacking)
+
+
+def _comes_to_log(view: Timeline, reducing: tuple[int, ...]) -> bool:
+    """Whether all other ranks are before the line that logs what these ranks reduce: they wait for something else."""
+    facts = view.facts[reducing[0]].steps
+    place = next((key.place for key in facts.logged if key.name == facts.reducing), "")
+    return _are_before(view, view.besides(reducing), reducing, place)
+
+
+def _are_before(view: Timeline, ranks: tuple[int, ...], others: tuple[int, ...], place: str) -> bool:
+    """Whether ranks are in the function that has a line, before that line, in the very call that others have left."""
+    places = positions(view)
+    here, there = ({inside_trainer(view.facts[rank].stack) for rank in some} for some in (ranks, others))
+    have_left = not any(last_user(stack) >= 0 for stack in there)
+    if not (place and ranks and have_left):
+        return False
+    are_ahead = max(places[rank] for rank in ranks) > min(places[rank] for rank in others)
+    return not are_ahead and all(any(is_before_line(frame, place) for frame in stack) for stack in here)
 
 
 def _is_yet_to_log(view: Timeline, hook: str, having: tuple[int, ...], lacking: tuple[int, ...]) -> bool:

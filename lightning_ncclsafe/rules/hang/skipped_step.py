@@ -1,6 +1,8 @@
 """The cause skipped-step: a rank skipped the backward pass of a batch, in which its peers wait for it."""
 
+import re
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from lightning_ncclsafe.code.libraries import BACKWARD
 from lightning_ncclsafe.facts import Collective, Phase, RankFacts, StepFacts, UnitKind
@@ -45,6 +47,8 @@ from lightning_ncclsafe.rules.kit import (
 )
 
 _REFUSED = "Skipping the `training_step`"
+# Of a recorded call only the user's frames are known.
+_BACKWARD = re.compile(r"\b(?:manual_)?backward\(")
 _LISTED = 8
 _OTHERS = 3
 _REMEDY_PASSES = (
@@ -101,43 +105,64 @@ def skipped_step(view: Timeline) -> Iterator[Finding]:
             yield _finding(view, skipped, Confidence.LIKELY)
         elif other is not None and not other.is_more:
             yield _counts_finding(view, other)
-        elif other is None and (around := _around_forward(view)) is not None:
-            yield _forward_finding(view, *around)
+        elif other is None and (left_out := _pass_left_out(view)) is not None:
+            yield _left_out_finding(view, left_out)
         elif other is None and (ahead := _in_a_later_batch(view)):
             yield _inspected_finding(view, ahead)
 
 
-def _around_forward(view: Timeline) -> tuple[Shift, DecidingBranches] | None:
-    """The forward pass of a sharded model around which a jump in training_step has led some ranks; None if none is."""
+class _PassLeftOut(NamedTuple):
+    """A pass of training_step that some ranks have left out, as a call of it shows.
+
+    Attributes:
+        shift: That call.
+        deciding: What has led these ranks around it.
+        is_backward: Whether it is the backward pass that the user's line makes; otherwise a forward pass.
+    """
+
+    shift: Shift
+    deciding: DecidingBranches
+    is_backward: bool
+
+
+def _pass_left_out(view: Timeline) -> _PassLeftOut | None:
+    """The pass around which a line of training_step has led some ranks: of a forward pass, a jump. None if none is."""
     split = view.divergence
     first = shift(view, split.group) if split is not None else None
     if first is None or first.ranks != first.others or first.frame is None:
         return None
     caller = view.facts[first.callers[0]]
-    unit, deciding = unit_of(first.call, caller), decision(view, location_of(first.frame))
-    if unit is None or unit.kind is not UnitKind.FSDP_UNIT or deciding is None or len(deciding.branches) != 1:
+    deciding = decision(view, location_of(first.frame))
+    is_in_step = is_in_action(caller.progress, ".training_step")
+    if deciding is None or len(deciding.branches) != 1 or not is_in_step:
         return None
-    return (
-        (first, deciding) if deciding.branches[0][1].jump and is_in_action(caller.progress, ".training_step") else None
-    )
+    if _BACKWARD.search(first.frame.code):
+        return _PassLeftOut(first, deciding, is_backward=True)
+    unit = unit_of(first.call, caller)
+    is_forward = unit is not None and unit.kind is UnitKind.FSDP_UNIT and bool(deciding.branches[0][1].jump)
+    return _PassLeftOut(first, deciding, is_backward=False) if is_forward else None
 
 
-def _forward_finding(view: Timeline, first: Shift, deciding: DecidingBranches) -> Finding:
+def _left_out_finding(view: Timeline, left_out: _PassLeftOut) -> Finding:
+    first, deciding, is_backward = left_out
+    made = f"a {'backward' if is_backward else 'forward'} pass at {short_location(deciding.at)}"
     text = joined(
         (
-            f"{clause(first.ranks, 'has|have')} skipped a forward pass at {short_location(deciding.at)} that "
-            f"{ranks_words(first.callers)} made, and its backward pass.",
+            f"{clause(first.ranks, 'has|have')} skipped {made} that {ranks_words(first.callers)} made"
+            f"{'' if is_backward else ', and its backward pass'}.",
             deciding.words(),
             f"{capitalised(ranks_words(first.ranks))} {_now_words(view, first.ranks)}"
             f"{while_others_wait(view, first.ranks)}.",
         )
     )
+    # A condition is around the pass, whose line is named; a jump has its own line.
+    is_around = not deciding.branches[0][1].jump
     return finding(
         view,
         first.ranks,
         text,
         confidence=Confidence.LIKELY,
-        location=deciding.decided_at,
+        location=location_of(first.frame) if is_around else deciding.decided_at,
         decided_at=deciding.condition_at,
         evidence=how_we_know(view, first.ranks),
         remedy=_REMEDY_PASSES,

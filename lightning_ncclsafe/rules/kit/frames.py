@@ -103,6 +103,15 @@ def is_before(other: tuple[Frame, ...], own: tuple[Frame, ...]) -> bool:
     )
 
 
+def is_before_line(frame: Frame, place: str) -> bool:
+    """Whether a frame is before the line ``"path:line in function"`` of its function, and no loop leads back to it."""
+    there, _, function = place.rpartition(" in ")
+    file, _, line = there.rpartition(":")
+    if (frame.file, frame.function) != (file, function) or not line.isdecimal() or frame.line >= int(line):
+        return False
+    return not any(loop.line <= int(line) <= loop.until for loop in _loops_around(frame))
+
+
 def has_passed(own: tuple[Frame, ...], other: tuple[Frame, ...]) -> bool:
     """Whether a rank is past the line of another one in the same function, and no loop around them leads back to it."""
     depth = depth_passed(own, other)

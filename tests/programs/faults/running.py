@@ -195,6 +195,9 @@ class Run:
         # What the suite keeps in the folder is not in the way of files that the program makes.
         where = folder if program is None else folder / "run"
         where.mkdir(exist_ok=True)
+        if program is not None:
+            # Users start a program in its folder; what it finds there, it may change.
+            shutil.copytree(program.folder, where, ignore=shutil.ignore_patterns("truth.json"), dirs_exist_ok=True)
         running: list[Running | Cold] = []
         left: list[Running | Cold] = []
         with (folder / "output").open("wb") as output:
