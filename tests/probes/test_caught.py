@@ -235,7 +235,7 @@ def test_an_exception_whose_id_is_reused_counts_as_caught(
     except ValueError as error:
         logging.getLogger(__name__).warning("left out: %s", error)
     under_way = RuntimeError("Connection closed by peer")
-    monkeypatch.setattr(caught, "_current", lambda: under_way)
+    monkeypatch.setattr(caught, "handled_now", lambda: under_way)
     watch._ring[-1].number = id(under_way)
     assert only(watch).type == "ValueError"
 

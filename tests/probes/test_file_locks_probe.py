@@ -56,6 +56,15 @@ while True:
 """
 FILELOCK = "import filelock; lock = filelock.FileLock(path); lock.acquire(poll_interval=0.5)"
 SOFT = "import filelock; lock = filelock.SoftFileLock(path); lock.acquire(poll_interval=0.5)"
+CREATED = """
+while True:
+    try:
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL))
+        break
+    except FileExistsError:
+        time.sleep(0.5)
+"""
+DIRECTORY = CREATED.replace("os.close(os.open(path, os.O_CREAT | os.O_EXCL))", "os.mkdir(path)")
 BATON = "from torch.utils.file_baton import FileBaton; FileBaton(path, 0.5).wait()"
 
 
@@ -134,7 +143,9 @@ sys.stdin.read()
         assert [(one["pid"], one["parents"][0]) for one in found["holders"]] == [(child, parent.pid)]
 
 
-@pytest.mark.parametrize("wait", [SOFT, BATON], ids=["soft filelock", "baton"])
+@pytest.mark.parametrize(
+    "wait", [SOFT, BATON, CREATED, DIRECTORY], ids=["soft filelock", "baton", "created by itself", "a directory"]
+)
 def test_a_lock_by_existence_is_found(tmp_path: Path, wait: str) -> None:
     path = tmp_path / "x.lock"
     with held(path, "") as holder, running(WAITER.format(wait), str(path)) as waiter:

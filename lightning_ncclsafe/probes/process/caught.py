@@ -119,7 +119,7 @@ class CaughtExceptions:
             idle_s: Seconds since this rank last made progress.
             besides: The exception that has ended the Trainer, and so was not caught.
         """
-        current = _current()
+        current = handled_now()
         held = current if current is not None and _handles(current.__traceback__) is not None else None
         # An exception that propagates through Lightning at this moment is not caught yet.
         under_way = [] if held is not None else [*_with_causes(current)]
@@ -205,7 +205,7 @@ class CaughtExceptions:
         return record
 
 
-def _current() -> Exception | None:
+def handled_now() -> Exception | None:
     """The exception that the main thread handles at this moment."""
     with suppress(Exception):
         current = sys._current_exceptions().get(training_thread().ident or 0)

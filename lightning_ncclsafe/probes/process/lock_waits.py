@@ -16,6 +16,7 @@ from lightning_ncclsafe.facts import FileLockFacts, LockHolder
 from lightning_ncclsafe.probes.absent import or_none
 from lightning_ncclsafe.probes.host.resources import filesystem_of
 from lightning_ncclsafe.probes.host.swap import is_network_filesystem
+from lightning_ncclsafe.probes.process.caught import handled_now
 from lightning_ncclsafe.probes.process.main_thread import system_call
 from lightning_ncclsafe.probes.process.open_files import open_files
 from lightning_ncclsafe.probes.process.stacks import main_thread_frames
@@ -64,7 +65,7 @@ def _awaited() -> FileLockFacts | None:
     if call == "fcntl" and arguments[1] in _WAITING_COMMANDS:
         return _in_call(arguments[0], ("POSIX", "OFDLCK"))
     sleeps = call == "sleep" or (call == "select" and arguments[0] == 0)
-    return _retried() if sleeps else None
+    return (_attempted() or _retried()) if sleeps else None
 
 
 def awaited_lock(pid: int, proc: Path = _PROC) -> FileLockFacts | None:
@@ -124,6 +125,13 @@ def _in_call(descriptor: int, kinds: Iterable[str]) -> FileLockFacts | None:
     place = f"/proc/self/fd/{descriptor}"
     path = or_none(lambda: os.readlink(place))
     return lock_on(path, kinds, place) if path is not None else None
+
+
+def _attempted() -> FileLockFacts | None:
+    """The file that exists already, if the thread sleeps as it handles that: it waits to create the file itself."""
+    error = handled_now()
+    path = error.filename if isinstance(error, FileExistsError) else None
+    return _existing(os.path.abspath(os.fsdecode(path))) if isinstance(path, (str, bytes)) else None
 
 
 def _retried() -> FileLockFacts | None:
