@@ -634,6 +634,18 @@ JUMPED = "def begin():\n    writer = None\n    if rank:\n        return\n    wri
             f"{GIVEN}def write():\n    if not self.writer:\n        return\n    save()  # <-",
             "if not self.writer:  (line 5)",
         ),
+        (
+            f"{GIVEN}def write():\n    if self.writer is None or over:\n        return\n    save()  # <-",
+            "if self.writer is None or over:  (line 5)",
+        ),
+        (
+            f"{GIVEN}def write():\n    if over or not self.writer:\n        return\n    save()  # <-",
+            "if over or not self.writer:  (line 5)",
+        ),
+        (
+            f"{GIVEN}if over or not self.writer:\n    pass\nelse:\n    save()  # <-",
+            "else of if over or not self.writer:  (line 4)",
+        ),
         (f"{JUMPED}    if writer:\n        save()  # <-", "if writer:  (line 6)"),
         ("writer = Writer() if main_rank == 0 else None\nif writer:\n    save()  # <-", ""),
         ("writer = Writer() if rank == 0 else None\nif writer:\n    save()  # <-", "if writer:  (line 2)"),
@@ -657,6 +669,8 @@ JUMPED = "def begin():\n    writer = None\n    if rank:\n        return\n    wri
             "",
         ),
         (f"{GIVEN}if self.writer or due:\n    save()  # <-", ""),
+        (f"{GIVEN}if self.writer is not None or due:\n    save()  # <-", ""),
+        (f"{GIVEN}if self.writer is None or due:\n    save()  # <-", ""),
         (f"{GIVEN}net.writer = Writer()\nif self.writer:\n    save()  # <-", ""),
         (f"{GIVEN}import fused\nfused = None\nif rank:\n    fused = 1\nif fused:\n    save()  # <-", ""),
         ("def f():\n    x = None\n    if rank:\n        x = 1\ndef g():\n    if x:\n        save()  # <-", ""),

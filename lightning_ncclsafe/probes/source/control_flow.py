@@ -197,8 +197,9 @@ class ControlFlow:
     def _arms(self, statement: ast.stmt) -> Iterator[_Arm]:
         """The blocks of a statement."""
         if isinstance(statement, ast.If):
-            decides = self._decides(statement.test)
             for block, without in ((statement.body, ""), (statement.orelse, ELSE)):
+                is_past = bool(without) or isinstance(block[-1], (ast.Return, ast.Continue, ast.Break))
+                decides = self._decides(statement.test, is_past=is_past)
                 yield _Arm(block, self._head(statement.lineno, decides, block, without), is_condition=True)
         elif isinstance(statement, LOOPS):
             yield _Arm(statement.body, self._passes(statement), is_condition=isinstance(statement, ast.While))
@@ -294,9 +295,12 @@ class ControlFlow:
         is_alike = _is_constant(statement.test) if isinstance(statement, ast.While) else _is_counted(statement.iter)
         return None if is_alike else self._head(statement.lineno, Decides.PASSES, statement.body)
 
-    def _decides(self, test: ast.expr) -> Decides:
-        """What a condition depends on. A counter or constant is the same on all ranks."""
-        if self._names_of_rank().decides(test):
+    def _decides(self, test: ast.expr, *, is_past: bool = False) -> Decides:
+        """What a condition depends on, or with ``is_past`` what runs where it does not hold.
+
+        A counter or constant is the same on all ranks.
+        """
+        if self._names_of_rank().decides(test, is_past=is_past):
             return Decides.RANK
         is_common = _is_constant(test) or _is_of_job(test) or _is_counter(test, self._state)
         return Decides.COMMON if is_common else Decides.VALUE

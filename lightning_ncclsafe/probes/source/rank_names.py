@@ -1,6 +1,7 @@
 """Which names in a source file mean the rank: its own names, tests of them, and what only some ranks have."""
 
 import ast
+import itertools
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
@@ -33,11 +34,15 @@ class RankNames(NamedTuple):
     ranks: frozenset[str] = frozenset()
     held: frozenset[str] = frozenset()
 
-    def decides(self, test: ast.expr) -> bool:
-        """Whether a condition depends on the rank: it contains the rank, or a name that means it."""
+    def decides(self, test: ast.expr, *, is_past: bool = False) -> bool:
+        """Whether a condition depends on the rank: it contains the rank, or a name that means it.
+
+        Args:
+            is_past: Whether it is about what runs where the condition does not hold.
+        """
         if RANK_WORDS.search(ast.unparse(test)) or not self.tests.isdisjoint(_tested(test)):
             return True
-        return not self.ranks.isdisjoint(_compared(test)) or not self.held.isdisjoint(_held(test))
+        return not self.ranks.isdisjoint(_compared(test)) or not self.held.isdisjoint(_held(test, is_past=is_past))
 
 
 def names_of_rank(body: _Block) -> RankNames:
@@ -71,7 +76,7 @@ def given_beside_none(body: _Block) -> dict[str, list[ast.expr]]:
             given[_in_class(ast.unparse(target), prefix)].append(value)
         binds = [_in_class(name, prefix) for name in _bound(node)]
         bound.update(binds)
-        tests = _held(node.test) if isinstance(node, (ast.If, ast.While, ast.IfExp)) else set()
+        tests = _held(node.test, is_past=True) if isinstance(node, (ast.If, ast.While, ast.IfExp)) else set()
         for name in (*binds, *tests):
             places[name].add(owner if name.startswith(_SELF) else function)
     return {
@@ -118,15 +123,25 @@ def _bound(node: ast.AST) -> Iterator[str]:
         yield node.name or ""
 
 
-def _held(test: ast.expr) -> set[str]:
-    """What a condition tests for being None, or true, by itself: ``self.writer``, ``self.writer is not None``."""
+def _held(test: ast.expr, *, is_past: bool = False) -> set[str]:
+    """What a condition tests for being None, or true, by itself: ``self.writer``, ``self.writer is not None``.
+
+    Where ``self.writer is None or is_over`` does not hold, there is a writer, too.
+    """
     if isinstance(test, ast.BoolOp):
-        return {name for value in test.values for name in _held(value)} if isinstance(test.op, ast.And) else set()
+        counts = (isinstance(test.op, ast.And) or (is_past and _is_negative(value)) for value in test.values)
+        return {name for value in itertools.compress(test.values, counts) for name in _held(value)}
     if isinstance(test, ast.UnaryOp):
         return _held(test.operand)
     if isinstance(test, ast.Compare):
         return _held(test.left) if is_constant(test.comparators[0], None) else set()
     return {ast.unparse(test)} if isinstance(test, ast.Name) or is_of_self(test) else set()
+
+
+def _is_negative(test: ast.expr) -> bool:
+    """Whether a test holds for what is None, or false."""
+    is_not = isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not)
+    return is_not or (isinstance(test, ast.Compare) and isinstance(test.ops[0], (ast.Is, ast.Eq)))
 
 
 def may_be_none(value: ast.expr) -> bool:
