@@ -15,6 +15,10 @@ UNKNOWN_S = 60.0
 """From how many seconds on a wait is unusual where nothing is known yet, and in hooks that are called once an epoch or
 once a run: those differ for good reasons."""
 
+PASSING_S = 20.0
+"""From how many seconds on a wait is unusual for a rank that may yet go on by itself: a download that is tried again
+after pauses of 1, 2, 4 and 8 s takes 15 s."""
+
 BATCHES_TO_KNOW = 5
 """Batches of a kind after which it is known how long they take."""
 

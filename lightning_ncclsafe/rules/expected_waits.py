@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterable
 
 from lightning_ncclsafe.facts import ENDED, STOPPED, IncidentKind, JobFacts, Phase, RankFacts
-from lightning_ncclsafe.facts.phase_kinds import BATCHES_TO_KNOW, LONG_S, UNKNOWN_S, PhaseKind, phase_kind_of
+from lightning_ncclsafe.facts.phase_kinds import BATCHES_TO_KNOW, LONG_S, PASSING_S, UNKNOWN_S, PhaseKind, phase_kind_of
 from lightning_ncclsafe.rules.kit import (
     ASLEEP_S,
     PAUSE,
@@ -27,13 +27,13 @@ def expected_for_s(job: JobFacts, limit_s: Callable[[str], float]) -> float:
     compiles, writes a checkpoint, or is in the first batch of a loop, or in one of the first five that it evaluates.
     An exception, the hard limit, or a rank that does not answer is never normal, nor are ranks that wait for one
     another in different collectives, for a process that was killed, or for what can never end. Where ranks ask early,
-    only the last two are reported early.
+    only the last two are reported early. Whatever a rank does that others wait for, it is normal for 20 s.
 
     Args:
         limit_s: The hard limit, in seconds, by its name in ``PhaseTimeouts``.
     """
     if _is_alarming(job):
-        return _early_s(job) if _may_be_busy(job) else 0.0
+        return _until_s(job, _asked_after_s(job)) if _may_be_busy(job) else 0.0
     view = timeline(job)
     try:
         awaited = tuple(_awaited(view))
@@ -42,7 +42,10 @@ def expected_for_s(job: JobFacts, limit_s: Callable[[str], float]) -> float:
         is_stuck = _is_deadlock(view) or (bool(awaited) and not any(_until_stuck_s(view, rank) for rank in awaited))
     finally:
         forget()
-    return left_s or (0.0 if is_stuck else _early_s(job))
+    if left_s or is_stuck:
+        return left_s
+    passing_s = min(PASSING_S, job.incident.timeout_s / 2) if awaited else 0.0
+    return _until_s(job, max(_asked_after_s(job), passing_s))
 
 
 def _left_of_all_s(view: Timeline, awaited: tuple[int, ...], limit_s: Callable[[str], float]) -> float:
@@ -147,14 +150,14 @@ def _until_stuck_s(view: Timeline, rank: int) -> float:
     return max(ASLEEP_S - slept_s, 0.0) if slept_s is not None else math.inf
 
 
-def _early_s(job: JobFacts) -> float:
-    """For how many seconds ranks were asked too early, only to see whether what they wait for goes on by itself.
+def _until_s(job: JobFacts, after_s: float) -> float:
+    """How many seconds are left until ranks have waited for so long, if it is only the time that makes them ask.
 
-    0 if they were not asked because of the time, but because a rank leaves or may be lost.
+    0 if they ask because a rank leaves or may be lost.
     """
     incident = job.incident
     is_time = incident.idle_s >= incident.suspect_after_s
-    return max(_asked_after_s(job) - incident.idle_s, 0.0) if is_time else 0.0
+    return max(after_s - incident.idle_s, 0.0) if is_time else 0.0
 
 
 def _asked_after_s(job: JobFacts) -> float:

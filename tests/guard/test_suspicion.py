@@ -26,6 +26,7 @@ def short_times(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seconds instead of minutes; nothing is learned here before there are batches, so the minute counts."""
     monkeypatch.setattr(thresholds, "UNKNOWN_S", 0.2)
     monkeypatch.setattr(expected_waits, "LONG_S", LONG_S)
+    monkeypatch.setattr(expected_waits, "PASSING_S", 0.2)
     monkeypatch.setattr(stuck, "LONG_S", LONG_S)
 
 

@@ -295,3 +295,29 @@ def test_a_rank_that_waits_by_itself_is_not_asked_before_the_job_makes_no_progre
     assert busy_for_s(replace(alone, ranks=(busy, *alone.ranks[1:]))) == 20, "a program works for it"
     assert busy_for_s(replace(alone, ranks=alone.ranks[:3])) == 0, "one does not answer"
     assert busy_for_s(replace(alone, incident=replace(alone.incident, kind=IncidentKind.TIMEOUT))) == 0
+
+
+def asked_after_ten(facts: JobFacts, waited_s: float, timeout_s: float = 1800.0) -> JobFacts:
+    incident = replace(facts.incident, idle_s=waited_s, suspect_after_s=10.0, timeout_s=timeout_s)
+    return replace(facts, incident=incident)
+
+
+@pytest.mark.parametrize(
+    ("waited_s", "timeout_s", "quiet_s"),
+    [(11.0, 1800.0, 9.0), (20.0, 1800.0, 0.0), (11.0, 30.0, 4.0), (9.0, 1800.0, 0.0)],
+    ids=["asked early", "long enough", "half of the limit", "as a rank leaves"],
+)
+def test_a_rank_that_may_yet_go_on_is_given_twenty_seconds(waited_s: float, timeout_s: float, quiet_s: float) -> None:
+    """It tries a download again, say."""
+    facts = scene(working(STEP), waited_s=waited_s)
+    assert expected_for_s(asked_after_ten(facts, waited_s, timeout_s), no_own_limits) == quiet_s
+
+
+def test_what_cannot_go_on_by_itself_is_given_no_time() -> None:
+    get = Frame(file="/usr/lib/python3.12/multiprocessing/queues.py", line=103, function="get")
+    waits = working(STEP, get)
+    assert expected_for_s(asked_after_ten(scene(waits, waited_s=11.0), 11.0), no_own_limits) == 9
+    lost = replace(waits, machine=replace(waits.machine, ended=(EndedProcess(pid=7, signal="SIGXCPU"),)))
+    assert expected_for_s(asked_after_ten(scene(lost, waited_s=11.0), 11.0), no_own_limits) == 0
+    together = job(*(GLOO.waiting(rank, seq=40, idle=11.0) for rank in range(4)))
+    assert expected_for_s(asked_after_ten(together, 11.0), no_own_limits) == 0

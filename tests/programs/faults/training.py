@@ -274,11 +274,12 @@ QUICK_S = {
     "FLOOR_S": 2.5,
     "UNKNOWN_S": 6.0,
     "EARLY_S": 4.0,
+    "PASSING_S": 4.0,
     "ASLEEP_S": 2.0,
     "DEFAULT_SUSPECT_AFTER_S": 6.0,
     "LONG_S": 30.0,
 }
-"""In place of 10, 60, 20, 10, 60 and 300 s."""
+"""In place of 10, 60, 20, 20, 10, 60 and 300 s."""
 
 
 def rank_of_environment() -> int:
