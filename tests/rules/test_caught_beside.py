@@ -260,6 +260,7 @@ def test_a_thread_that_has_ended_and_whose_queue_is_waited_for(wait: tuple[Frame
     finding = first(behind(replace(GLOO.working(0, user("next_batch", 20), *wait, seq=60), caught=(FED,))))
     assert (finding.rule, finding.ranks) == ("rank-behind", (0,))
     assert finding.location == f"{USER_FILE}:20 in next_batch"
+    assert finding.decided_at == f"{USER_FILE}:12 in feed"
     assert "Rank 0's thread 'feeder' ended with KeyError: 'label', raised at train.py:12 in feed" in finding.summary
     assert finding.remedy.startswith("Correct the KeyError, and pass such errors on: catch them in the thread")
 
@@ -270,6 +271,7 @@ def test_under_a_condition_on_the_rank_the_remedy_is_that_of_the_thread_as_well(
     assert first(behind(culprit)).remedy.startswith("Share this work")
     finding = first(behind(replace(culprit, caught=(FED,))))
     assert finding.rule == "rank-zero-only-work" and finding.remedy.startswith("Correct the KeyError")
+    assert finding.decided_at == f"{USER_FILE}:19 in on_train_epoch_end", "the condition is not hidden"
 
 
 def test_a_rank_that_waits_for_an_ended_thread_is_not_working_alone() -> None:
@@ -299,6 +301,7 @@ def test_a_thread_that_ended_long_ago_is_not_waited_for() -> None:
 def test_a_thread_for_which_nobody_waits_is_reported() -> None:
     finding = first(behind(replace(GLOO.working(0, user("step", 80), seq=60), caught=(FED,))))
     assert "Rank 0's thread 'feeder' ended with KeyError: 'label'" in finding.summary
+    assert finding.decided_at == ""
 
 
 @pytest.mark.parametrize("condition", ["", "if rank == 0:  (line 19)"])

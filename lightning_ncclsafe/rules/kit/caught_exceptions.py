@@ -65,10 +65,10 @@ def thread_exception(facts: RankFacts) -> CaughtException | None:
     return min(ended, key=lambda error: error.ago_s, default=None) if waits_for_thread(facts) else None
 
 
-def _thread_remedy(facts: RankFacts) -> str:
-    """What to do about the exception that ended a thread which a rank waits for; empty if there is none."""
-    error = thread_exception(facts)
-    return _REMEDY_THREAD.format(error=error.type) if error is not None else ""
+def _with_thread(finding: Finding, error: CaughtException) -> Finding:
+    """The same finding about a rank that waits for a thread that this exception has ended."""
+    decided_at = finding.decided_at or location_of(raised_at(error))
+    return replace(finding, decided_at=decided_at, remedy=_REMEDY_THREAD.format(error=error.type))
 
 
 def waits_for_thread(facts: RankFacts) -> bool:
@@ -145,11 +145,13 @@ def with_caught(findings: Iterable[tuple[Rule[Any], Finding]], job: JobFacts) ->
         new = [(rank, error) for rank, error in caught if _is_rare(error) and error_words(error) not in finding.summary]
         sentence = _sentence(new[0][1], f"Rank {new[0][0]}") if new and index == 0 else ""
         summary = joined((finding.summary, sentence))
-        remedies = (_thread_remedy(view.facts[rank]) for rank in finding.ranks if rank in view.facts)
-        remedy = next(filter(None, remedies), finding.remedy) if index == 0 else finding.remedy
+        threads = (thread_exception(view.facts[rank]) for rank in finding.ranks if rank in view.facts)
+        ended = next((error for error in threads if error is not None), None)
+        if ended is not None and index == 0:
+            finding = _with_thread(finding, ended)
         held = () if rule.is_mutual or rule.is_of_machine else handling_exception(view, finding.ranks).values()
         begin = next(iter(map(held_remedy, held)), "")
-        remedy = remedy if begin in remedy else joined((begin, remedy))
+        remedy = finding.remedy if begin in finding.remedy else joined((begin, finding.remedy))
         completed.append(replace(finding, summary=summary, evidence=(*finding.evidence, *evidence), remedy=remedy))
     return completed
 
