@@ -585,8 +585,10 @@ def test_the_call_in_a_loop_that_others_have_left_is_the_one(
     assert finding.decided_at == f"{FILE}:30 in step"
 
 
-def test_of_a_part_of_the_model_the_loop_around_the_model_is_told() -> None:
+@pytest.mark.parametrize("goes_through_parts", [False, True], ids=["one part", "in a loop of the model's"])
+def test_of_a_part_of_the_model_the_loop_around_the_model_is_told(goes_through_parts: bool) -> None:
     """The line that runs the part is in a function of the model; nobody has written a collective there."""
+    parts = replace(LOOP, line=39, until=40, test="for block in self.blocks:  (line 39)")
     loop = replace(LOOP, line=49, test="for _ in range(most):  (line 49)")
     facts = in_helper(of("rggg", "rggr"))
 
@@ -594,6 +596,9 @@ def test_of_a_part_of_the_model_the_loop_around_the_model_is_told() -> None:
         calls = []
         for call in rank.collectives:
             stack = tuple(replace(one, branches=(loop,)) if one.line == 50 else one for one in call.stack)
+            if goes_through_parts and units:
+                forward = {"function": "forward", "branches": (parts,)}
+                stack = tuple(replace(one, **forward) if one.function == "each" else one for one in stack)
             calls.append(replace(call, stack=(*stack, *HELPER) if call.site == "g" else stack))
         return replace(rank, collectives=tuple(calls), units=units)
 

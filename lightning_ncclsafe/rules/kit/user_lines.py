@@ -266,9 +266,18 @@ def decision(view: Timeline, location: str) -> DecidingBranches | None:
         for rank in sorted(others - there)
         if rank in stacks and not _is_in_later_batch(view, rank, called_in)
     }
-    branches = leading_branches(branches_around(to_call, before=made.before, instead=instead)) if others else ()
+    every = branches_around(to_call, before=made.before, instead=instead) if others else []
+    if made.is_of_unit:
+        # A model goes through its parts equally often on all ranks; what runs the model may not.
+        every = [one for one in every if not _is_in_model(*one)] or every
+    branches = leading_branches(every)
     around = tuple(sorted((others - there) & view.facts.keys()))
     return DecidingBranches(to_call[-1], branches, around, made.is_of_unit) if branches else None
+
+
+def _is_in_model(frame: Frame, branch: Branch) -> bool:
+    """Whether a branch is a loop of a module's ``forward``."""
+    return frame.function == "forward" and branch.on is Decides.PASSES and not branch.jump
 
 
 def _is_in_later_batch(view: Timeline, rank: int, called_in: Iterable[Progress]) -> bool:
