@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from lightning_ncclsafe.code.libraries import FSDP_FORWARD
+from lightning_ncclsafe.code.libraries import FORWARD, FSDP_FORWARD
 from lightning_ncclsafe.facts import Branch, Collective, Decides, Frame, ModelUnit, Phase, Progress, UnitKind
 from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding
 from lightning_ncclsafe.rules.kit.caught_exceptions import continued_after_exception
@@ -277,7 +277,7 @@ def decision(view: Timeline, location: str) -> DecidingBranches | None:
 
 def _is_in_model(frame: Frame, branch: Branch) -> bool:
     """Whether a branch is a loop of a module's ``forward``."""
-    return frame.function == "forward" and branch.on is Decides.PASSES and not branch.jump
+    return FORWARD.has(frame.file, frame.function) and branch.on is Decides.PASSES and not branch.jump
 
 
 def _is_in_later_batch(view: Timeline, rank: int, called_in: Iterable[Progress]) -> bool:
