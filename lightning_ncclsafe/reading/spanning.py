@@ -4,7 +4,9 @@ import re
 from collections.abc import Iterator
 
 from lightning_ncclsafe.facts import Statement, StatementKind
+from lightning_ncclsafe.reading import printed_stacks
 from lightning_ncclsafe.reading.fingerprints import Mismatch
+from lightning_ncclsafe.reading.printed_stacks import PrintedStacks
 from lightning_ncclsafe.reading.values import ranks, whole
 from lightning_ncclsafe.report.lines import cut
 from lightning_ncclsafe.rules.kit.wording import clause
@@ -27,6 +29,7 @@ WORDS = (
     "ranks",
     "] finished ",
     "-np ",
+    *printed_stacks.WORDS,
 )
 """Every first line of these messages has one of these words, and so has the command that starts ranks of MPI."""
 
@@ -39,7 +42,16 @@ class Spanning:
     """Reads them line by line: one reader for each form, which keeps a bounded number of lines."""
 
     def __init__(self) -> None:
-        self._readers = (Mismatch(), _Counts(), _FirstToEnd(), _Fault(), _Stalled(), _Absent(), _Snapshot())
+        self._readers = (
+            Mismatch(),
+            _Counts(),
+            _FirstToEnd(),
+            _Fault(),
+            _Stalled(),
+            _Absent(),
+            _Snapshot(),
+            PrintedStacks(),
+        )
 
     @property
     def is_open(self) -> bool:

@@ -124,9 +124,7 @@ MISSED = (
     "48-broadcast-3952-of-7-before-4-2-5.log",
     "10-packing-bars-at-thirty-minutes.log",
     "02-three-small-integers-broadcast.log",
-    "01-translation-epoch-three-stacks.log",
     "13-nd20-fourth-epoch-again.log",
-    "25-two-boxes-scheduler-dumps.log",
     # All ranks wait, and are named; these truths name none then.
     "03-zero-of-936-and-service-threads.log",
     "11-iteration-20-of-99-in-a-container.log",
