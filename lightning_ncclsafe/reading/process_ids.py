@@ -34,6 +34,9 @@ class ProcessIds:
     def __init__(self) -> None:
         # The rank, and how many ranks the communicator has whose line says so: it may be one of only some ranks.
         self._known: dict[str, tuple[int, int | None]] = {}
+        # Who is which rank in communicators of a size, and sizes of which there are several communicators.
+        self._members: dict[tuple[int, int], str] = {}
+        self._several: set[int] = set()
 
     def read(self, text: str) -> None:
         """Keeps what the line says."""
@@ -52,10 +55,13 @@ class ProcessIds:
         if not 0 <= rank < MOST_RANKS or of < size or (pid not in self._known and len(self._known) >= _MOST):
             return
         self._known[pid] = (of, rank if of > size or rank == before else None)
+        if of < MOST_RANKS and self._members.setdefault((of, rank), pid) != pid:
+            self._several.add(of)
 
     def rank_of(self, pid: str) -> int | None:
-        """The rank of a process; None if no line has said it."""
-        return self._known.get(pid, (0, None))[1]
+        """The rank of a process; None if no line has said it, or only its number in one of several groups."""
+        size, rank = self._known.get(pid, (0, None))
+        return rank if size not in self._several else None
 
     def rank_by(self, text: str) -> int | None:
         """The rank that has written one of NCCL's lines, or that an Xid is about; None for others, or if unknown."""

@@ -41,6 +41,9 @@ def test_a_process_is_the_rank_that_other_lines_say(log: str, rule: str, ranks: 
         ([COMMUNICATOR.format(1, 2), COMMUNICATOR.format(5, 8)], 5),
         ([COMMUNICATOR.format(5, 8), COMMUNICATOR.format(1, 2)], 5),
         ([SAYS, COMMUNICATOR.format(1, 8)], 3),
+        # Groups of some ranks alone, of which there are several.
+        ([COMMUNICATOR.format(1, 2), COMMUNICATOR.format(1, 2).replace("414", "415")], None),
+        ([COMMUNICATOR.format(1, 2), COMMUNICATOR.format(0, 2).replace("414", "415")], 1),
         # Two hosts have a process of this number, or two groups of one size the rank.
         ([COMMUNICATOR.format(5, 8), COMMUNICATOR.format(2, 8)], None),
         ([SAYS, SAYS.replace("rank 3", "rank 5"), SAYS], None),
