@@ -174,6 +174,7 @@ class Log:
         if _STARTS not in self.remarks:
             self.remarks.append(_STARTS)
         self._last, self._failed = None, None
+        self._processes = ProcessIds()
 
     def _has_next_start(self, text: str) -> bool:
         """Whether the run starts again here; rank 0 announces it for all ranks only in a log of all."""

@@ -19,6 +19,10 @@ _FRAME = re.compile(r"^\s+(?P<function>\S.{0,199}?) \((?P<file>[^()]{1,400}):(?P
 _LIBRARIES = re.compile(
     r"(?:^|/)(?:torch|multiprocessing|concurrent/futures)/|^(?:threading|queue|selectors|subprocess|socket)\.py$"
 )
+# With ``--locals``, py-spy prints these below each frame, further in.
+_INDENTED = " " * 8
+_HOSTS = re.compile(r"--?(?:nnodes|node[-_]rank|num[-_]machines|machine[-_]rank)[= ]['\"]?(?!1\b|0\b)")
+_POINT_TO_POINT = ("send", "recv", "isend", "irecv", "batch_isend_irecv")
 _MOST_FRAMES = 200
 _MOST_RANKS = 1024
 
@@ -35,26 +39,30 @@ class PrintedStacks:
     def _reset(self) -> None:
         self._rank: int | None = None
         self._stacks: dict[int, list[Frame]] = {}
-        # Of two hosts, both have a local rank 0.
+        # Local ranks may be those of several hosts.
         self._is_mixed = False
         self.is_open = False
 
     def read(self, text: str, _: int | None) -> Iterator[Statement]:
         """Reads the next line; the statements that end with it, which are none."""
         begins = _BEGINS.match(text)
+        self._is_mixed |= "-" in text and _HOSTS.search(text) is not None
         if begins is not None:
             found = _RANK.search(begins["command"])
             self._rank = whole(found[1] or found[2], MOST_RANKS) if found is not None else None
             self.is_open = False
         elif self._rank is not None and _MAIN.match(text):
             self.is_open = len(self._stacks) < _MOST_RANKS
-            self._is_mixed |= self._rank in self._stacks
-            self._stacks[self._rank] = []
+            self._is_mixed |= self._rank in self._stacks or not self.is_open
+            if self.is_open:
+                self._stacks[self._rank] = []
         elif self.is_open and self._rank is not None:
             self._take(self._stacks[self._rank], text)
         yield from ()
 
     def _take(self, stack: list[Frame], text: str) -> None:
+        if text.startswith(_INDENTED):
+            return
         found = _FRAME.match(text)
         self.is_open = found is not None and len(stack) < _MOST_FRAMES
         if found is not None:
@@ -75,7 +83,7 @@ class PrintedStacks:
             line = f"{ranks_words(late[:1])}: {at}"
             detail = f"py-spy shows that {clause(late, 'is|are')} at {at}, and {there}"
             yield Statement(kind=StatementKind.LATE, ranks=late, detail=detail, line=line)
-        elif len(by_call) > 1:
+        elif len(by_call) == len(calls) == 2 and by_call.keys().isdisjoint(_POINT_TO_POINT):
             detail = f"py-spy shows that {there}"
             line = "; ".join(f"{ranks_words(who[:1])}: {_place(stacks[who[0]])}" for who in by_call.values())
             yield Statement(kind=StatementKind.APART, ranks=tuple(calls), detail=detail, line=line)

@@ -173,21 +173,23 @@ class _Fault:
 class _Counts:
     """NCCL's RAS: how many operations the ranks of a communicator have launched, and from which it has no data.
 
-    It may have been asked between two operations: only if it says the same twice, the ranks with fewer are behind.
+    It may have been asked between two operations: only if it says the same twice in a row, those with fewer are behind.
     """
 
     _BEGINS = re.compile(r"^\s*(#\d+-\d+ \(\w+\)) (?:MISMATCH|INCOMPLETE)")
+    _KIND = re.compile(r"have different (\w{1,40}) operation counts")
     _COUNT = re.compile(r"(\d+) ranks? ha(?:s|ve) launched up to operation (\d+)")
     _RANK = re.compile(r"^\s*Rank (\d+) -- ")
     _LOST = re.compile(r"Missing communicator data from")
 
     def __init__(self) -> None:
         self.is_open = False
-        self._before: dict[str, dict[int, int]] = {}
+        self._communicator = self._kind = ""
+        # The latest answer about each kind of operation of each communicator, and on which counts it rests.
+        self._said: dict[tuple[str, str], tuple[dict[int, int], Statement]] = {}
         self._reset()
 
     def _reset(self) -> None:
-        self._communicator = ""
         self._counts: dict[int, int] = {}
         self._listed: list[int] = []
         self._by_count: dict[int, list[int]] = {}
@@ -197,19 +199,20 @@ class _Counts:
 
     def read(self, text: str, _: int | None) -> Iterator[Statement]:
         count, rank = self._COUNT.search(text), self._RANK.match(text)
-        begins, lost = self._BEGINS.match(text), self._LOST.search(text) is not None
-        if begins is not None:
-            yield from self.flush()
-            self._communicator = begins[1]
-        self.is_open = self.is_open or begins is not None or count is not None or lost
+        begins, kind, lost = self._BEGINS.match(text), self._KIND.search(text), self._LOST.search(text) is not None
+        if begins is not None or kind is not None:
+            yield from self._end()
+            self._communicator = begins[1] if begins is not None else self._communicator
+            self._kind = kind[1] if kind is not None else ""
+        self.is_open = self.is_open or any(found is not None for found in (begins, kind, count)) or lost
         if not self.is_open:
             return
         self._take(count, rank)
         self._line = self._line or _line(text)
         self._is_lost = self._is_lost or lost
-        self._idle = 0 if begins or count or rank or lost else self._idle + 1
+        self._idle = 0 if begins or kind or count or rank or lost else self._idle + 1
         if self._idle > _MOST_LINES:
-            yield from self.flush()
+            yield from self._end()
 
     def _take(self, count: _Match | None, rank: _Match | None) -> None:
         if count is not None and len(self._counts) < _MOST_LISTED:
@@ -219,7 +222,7 @@ class _Counts:
             if self._counts:
                 self._by_count.setdefault([*self._counts][-1], []).append(whole(rank[1]))
 
-    def flush(self) -> Iterator[Statement]:
+    def _end(self) -> Iterator[Statement]:
         listed = ranks(self._listed)
         if self._is_lost and listed:
             yield Statement(
@@ -234,17 +237,23 @@ class _Counts:
             )
             who = listed if len(listed) == few else self._behind()
             detail = cut(f"NCCL's RAS reports that {words}", _LONGEST_DETAIL)
-            yield Statement(kind=StatementKind.AHEAD, ranks=who, detail=detail, line=self._line)
+            said = Statement(kind=StatementKind.AHEAD, ranks=who, detail=detail, line=self._line)
+            if len(self._said) < _MOST_LISTED or (self._communicator, self._kind) in self._said:
+                self._said[self._communicator, self._kind] = (self._counts, said)
         self.is_open = False
         self._reset()
 
+    def flush(self) -> Iterator[Statement]:
+        yield from self._end()
+        yield from (said for _, said in self._said.values())
+        self._said.clear()
+        self._communicator = self._kind = ""
+
     def _behind(self) -> tuple[int, ...]:
         """The ranks with fewer operations than others, if all are listed, and had as many when RAS was asked before."""
-        is_same = self._before.get(self._communicator) == self._counts
-        if len(self._before) < _MOST_LISTED:
-            self._before[self._communicator] = self._counts
+        before, _ = self._said.get((self._communicator, self._kind), ({}, None))
         is_whole = all(len(self._by_count.get(operation, ())) == number for operation, number in self._counts.items())
-        if not (is_same and is_whole):
+        if not (self._communicator and before == self._counts and is_whole):
             return ()
         most = max(self._counts)
         return ranks([rank for operation, who in self._by_count.items() if operation < most for rank in who])

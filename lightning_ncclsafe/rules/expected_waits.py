@@ -27,7 +27,8 @@ def expected_for_s(job: JobFacts, limit_s: Callable[[str], float]) -> float:
     compiles, writes a checkpoint, or is in the first batch of a loop, or in one of the first five that it evaluates.
     An exception, the hard limit, or a rank that does not answer is never normal, nor are ranks that wait for one
     another in different collectives, for a process that was killed, or for what can never end. Where ranks ask early,
-    only the last two are reported early. Whatever a rank does that others wait for, it is normal for 20 s.
+    only the last two are reported early. Otherwise, a wait for a rank that may yet go on is normal for 20 s, or for
+    half of the hard limit if that is less.
 
     Args:
         limit_s: The hard limit, in seconds, by its name in ``PhaseTimeouts``.

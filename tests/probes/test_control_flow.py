@@ -671,6 +671,13 @@ JUMPED = "def begin():\n    writer = None\n    if rank:\n        return\n    wri
         (f"{GIVEN}if self.writer or due:\n    save()  # <-", ""),
         (f"{GIVEN}if self.writer is not None or due:\n    save()  # <-", ""),
         (f"{GIVEN}if self.writer is None or due:\n    save()  # <-", ""),
+        (f"{GIVEN}def write():\n    if self.writer is None or due:\n        save()  # <-\n        return", ""),
+        (f"{GIVEN}def write():\n    if due or not self.writer:\n        save()  # <-\n        return", ""),
+        (
+            f"{GIVEN}def write():\n    if not self.writer or due:\n        pass\n    else:\n        return\n"
+            "    save()  # <-",
+            "",
+        ),
         (f"{GIVEN}net.writer = Writer()\nif self.writer:\n    save()  # <-", ""),
         (f"{GIVEN}import fused\nfused = None\nif rank:\n    fused = 1\nif fused:\n    save()  # <-", ""),
         ("def f():\n    x = None\n    if rank:\n        x = 1\ndef g():\n    if x:\n        save()  # <-", ""),

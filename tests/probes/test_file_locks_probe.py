@@ -64,6 +64,19 @@ while True:
     except FileExistsError:
         time.sleep(0.5)
 """
+LINKED = CREATED.replace("os.close(os.open(path, os.O_CREAT | os.O_EXCL))", "os.link(own, path)")
+LINKED = "own = path + '.own'; open(own, 'w').close()" + LINKED
+# Nobody tries again, or the handler waits for something else.
+ONCE = "try:\n    os.mkdir(path)\nexcept FileExistsError:\n    time.sleep(60)"
+ELSEWHERE = """
+while True:
+    try:
+        os.mkdir(path)
+        break
+    except FileExistsError:
+        while not os.path.exists(path + "/done"):
+            time.sleep(0.1)
+"""
 DIRECTORY = CREATED.replace("os.close(os.open(path, os.O_CREAT | os.O_EXCL))", "os.mkdir(path)")
 BATON = "from torch.utils.file_baton import FileBaton; FileBaton(path, 0.5).wait()"
 
@@ -83,6 +96,15 @@ def held(path: Path, call: str = "flock") -> Iterator["subprocess.Popen[str]"]:
     with running(HOLDER.format(f"fcntl.{call}(file, fcntl.LOCK_EX)" if call else ""), str(path)) as process:
         assert process.stdout is not None and process.stdout.readline() == "held\n"
         yield process
+
+
+@contextmanager
+def waiting(wait: str, path: Path) -> Iterator["subprocess.Popen[str]"]:
+    """Waits for a file, in a program whose source can be read."""
+    script = path.parent / "waits.py"
+    script.write_text(WAITER.format(wait))
+    with running("import runpy, sys; runpy.run_path(sys.argv[2])", str(path), str(script)) as waiter:
+        yield waiter
 
 
 def asked(process: "subprocess.Popen[str]") -> tuple[dict[str, Any] | None, list[str]]:
@@ -144,11 +166,13 @@ sys.stdin.read()
 
 
 @pytest.mark.parametrize(
-    "wait", [SOFT, BATON, CREATED, DIRECTORY], ids=["soft filelock", "baton", "created by itself", "a directory"]
+    "wait",
+    [SOFT, BATON, CREATED, DIRECTORY, LINKED],
+    ids=["soft filelock", "baton", "created by itself", "a directory", "a link"],
 )
 def test_a_lock_by_existence_is_found(tmp_path: Path, wait: str) -> None:
     path = tmp_path / "x.lock"
-    with held(path, "") as holder, running(WAITER.format(wait), str(path)) as waiter:
+    with held(path, "") as holder, waiting(wait, path) as waiter:
         found = waited_for(waiter)
         assert (found["path"], found["by_existence"]) == (str(path), True)
         assert [one["pid"] for one in found["holders"]] == [holder.pid]
@@ -159,6 +183,16 @@ def test_a_lock_by_existence_is_found(tmp_path: Path, wait: str) -> None:
         assert 0 <= waited_for(waiter)["age_s"] < 600
         path.unlink()
         until(lambda: asked(waiter)[0] is None)
+
+
+@pytest.mark.parametrize("wait", [ONCE, ELSEWHERE], ids=["once", "for something else"])
+def test_who_handles_that_a_file_exists_may_wait_for_something_else(tmp_path: Path, wait: str) -> None:
+    path = tmp_path / "data"
+    path.mkdir()
+    with waiting(wait, path) as waiter:
+        found = [asked(waiter)[0] for _ in range(3)]
+        until(lambda: Path(f"/proc/{waiter.pid}/syscall").read_text().startswith(("35", "230")))
+        assert [*found, asked(waiter)[0]] == [None] * 4
 
 
 def test_a_lock_held_by_the_process_itself_is_found(tmp_path: Path) -> None:

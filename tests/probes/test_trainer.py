@@ -1,11 +1,11 @@
 """The probe of the Trainer against real ones, looked at from their own hooks, as another thread may at any time."""
 
+import json
 import sys
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
-from unittest.mock import MagicMock
+from typing import Any, ClassVar
 
 import lightning as L
 import pytest
@@ -695,12 +695,40 @@ def test_methods_of_the_users_own_loggers_are_marked(tmp_path: Path) -> None:
     assert mark_at(library.co_filename, library.co_firstlineno, library.co_name) == ""
 
 
-def test_a_logger_of_odd_attributes_hurts_nothing(tmp_path: Path) -> None:
-    class Odd(CSVLogger):
-        client = MagicMock()
+class Client:
+    """Connects when it is asked for anything."""
 
-    Odd.client.__wrapped__ = Odd.client
-    TrainerProbe(make_trainer(tmp_path, logger=Odd(tmp_path)))
+    asked: ClassVar[list[str]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        self.asked.append(name)
+        raise AttributeError(name)
+
+
+class Sharing:
+    def log_shared(self, name: str) -> str:
+        return mark_here(name)
+
+
+class Odd(Sharing, CSVLogger):
+    client = Client()
+    dump = staticmethod(json.dumps)
+
+    @property
+    def log_after(self) -> str:
+        return mark_here("log_after")
+
+
+def test_only_what_a_class_of_loggers_itself_has_is_marked(tmp_path: Path) -> None:
+    odd = Odd(tmp_path)
+    trainer = make_trainer(tmp_path, logger=odd)
+    Client.asked.clear()
+    TrainerProbe(trainer)
+    assert not Client.asked
+    assert odd.log_after == Mark.USER_LOGGER
+    assert odd.log_shared("log_shared") == ""
+    code = json.dumps.__code__
+    assert mark_at(code.co_filename, code.co_firstlineno, code.co_name) == ""
 
 
 def place_of(mark: str) -> str:

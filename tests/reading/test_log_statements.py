@@ -908,11 +908,12 @@ def test_of_a_line_that_names_many_ranks_a_limited_number_is_read() -> None:
 
 
 def test_ranks_are_behind_if_ras_says_twice_that_they_have_launched_less() -> None:
-    def asked(least: int, most: int, listed: bool = True) -> str:
+    def asked(least: int, most: int, listed: bool = True, kind: str = "AllReduce", head: bool = True) -> str:
         counts = {f"2 ranks have launched up to operation {least}": (0, 3)}
         counts[f"2 ranks have launched up to operation {most}"] = (1, 2)
         place = "  Rank {0} -- GPU {0} managed by process 7 on node 10.0.0.1\n"
-        text = "#0-0 (cf264af53edbe986) MISMATCH\n  Communicator ranks have different AllReduce operation counts\n"
+        text = "#0-0 (cf264af53edbe986) MISMATCH\n" * head
+        text += f"  Communicator ranks have different {kind} operation counts\n"
         for count, who in counts.items():
             text += f"  {count}\n" + "".join(place.format(rank) for rank in who if listed or rank)
         return text + "\n"
@@ -922,6 +923,10 @@ def test_ranks_are_behind_if_ras_says_twice_that_they_have_launched_less() -> No
         (asked(640, 641) * 2, (0, 3)),
         (asked(640, 641) + asked(640, 642), ()),
         (asked(640, 641, listed=False) * 2, ()),
+        # It has gone on since.
+        (asked(640, 641) * 2 + asked(700, 701), ()),
+        (asked(12, 13) + asked(640, 641, kind="Broadcast", head=False), ()),
+        ((asked(12, 13) + asked(640, 641, kind="Broadcast", head=False)) * 2, (0, 3)),
     ):
         first = judged(log).findings[0]
         assert (first.rule, first.ranks, first.confidence) == ("out-of-step", ranks, LIKELY)

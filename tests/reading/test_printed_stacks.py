@@ -50,11 +50,40 @@ def test_ranks_in_different_collectives_wait_for_each_other() -> None:
         # It may have called all that others have, as collectives of GPUs do not wait.
         dumped(COMPUTES, REDUCE, REDUCE),
         dumped(COMPUTES, QUEUE, REDUCE),
+        # They may be of several groups, or each other's.
+        dumped(REDUCE, GATHER, REDUCE),
+        dumped(REDUCE.replace("all_reduce", "send"), REDUCE.replace("all_reduce", "recv")),
         # Two hosts.
+        "$ torchrun --nnodes=2 --node_rank=1 train_mt.py\n" + dumped(QUEUE, REDUCE),
         dumped(QUEUE, REDUCE) + dumped(REDUCE, REDUCE),
         dumped(QUEUE, REDUCE, command="--config={}.yaml"),
     ],
-    ids=["in one", "in none", "one rank", "computes", "one of them computes", "two hosts", "no numbers"],
+    ids=[
+        "in one",
+        "in none",
+        "one rank",
+        "computes",
+        "one of them computes",
+        "three",
+        "to each other",
+        "of two hosts",
+        "two hosts",
+        "no numbers",
+    ],
 )
 def test_stacks_that_show_no_late_rank(log: str) -> None:
     assert read(log) is None
+
+
+def test_local_variables_do_not_end_a_stack() -> None:
+    below = "        Locals:\n            row: (1, 2)\n"
+    reduce = REDUCE.replace(":1320)\n", f":1320)\n{below}")
+    first = judged(
+        dumped(QUEUE.replace(":302)\n", f":302)\n{below}"), "    wait (threading.py:302)\n" + below + reduce)
+    )
+    assert first.findings[0].ranks == (0,)
+    assert "rank 1 is in all_reduce" in first.findings[0].summary
+
+
+def test_many_processes_are_not_compared() -> None:
+    assert read(dumped(QUEUE, *[REDUCE] * 2000)) is None

@@ -55,6 +55,18 @@ def test_a_process_is_the_rank_that_other_lines_say(log: str, rule: str, ranks: 
         (["node rank 3, pid 414\n"], None),
         (["local_rank=3 pid=414\n"], None),
         (["rank 3 of 4 has ended 2 of 5 workers: pid 414\n"], None),
+        (["local  rank 3 pid 414\n"], None),
+        (["TP rank 3, pid 414\n"], None),
+        (["data-parallel rank 3 pid 414\n"], None),
+        # Somebody else.
+        (["[pid 414] waiting for rank 3\n"], None),
+        (["pid 414: connection closed by rank 3\n"], None),
+        (["rank 3: killing child pid 414\n"], None),
+        (["[rank: 3] Child process with PID 414 terminated with code -9\n"], None),
+        # Who it is.
+        (["global rank 3, PID: 414\n"], 3),
+        (["[rank 3] pid=414\n"], 3),
+        (["(pid=414, rank=3)\n"], 3),
         (["rank 9999999 pid 414\n"], None),
         ([SAYS.replace("414", "4140")], None),
     ],
@@ -73,3 +85,24 @@ def test_a_limited_number_of_processes_is_kept() -> None:
         processes.read(f"rank 1 pid {pid}\n")
     assert processes.rank_of("100000") == 1
     assert processes.rank_of("199999") is None
+    for size in range(2, 700):
+        for rank in range(min(size, 300)):
+            processes.read(f"a:414:1 [0] NCCL INFO comm 0x1 rank {rank} nranks {size} cudaDev 0\n")
+    assert len(processes._members) <= 65_536
+
+
+def test_processes_of_several_hosts_may_have_one_number() -> None:
+    there = COMMUNICATOR.format(5, 8).replace("cn-501", "cn-777")
+    first = judged(COMMUNICATOR.format(3, 8) + there + NO_ROOM).findings[0]
+    assert (first.rule, first.ranks) == ("shm-exhausted", (3,))
+    first = judged(COMMUNICATOR.format(3, 8) + there + OOM).findings[0]
+    assert (first.rule, first.ranks) == ("dead-rank", ())
+    elsewhere = judged(COMMUNICATOR.format(3, 8) + NO_ROOM.replace("cn-501", "cn-777")).findings[0]
+    assert elsewhere.ranks == ()
+
+
+def test_a_run_that_starts_again_has_other_processes() -> None:
+    again = "[INFO] torch.distributed.elastic.agent: will restart worker group\n"
+    later = COMMUNICATOR.format(3, 8).replace("414", "515")
+    first = judged(COMMUNICATOR.format(3, 8) + again + later + OOM.replace("414", "515")).findings[0]
+    assert (first.rule, first.ranks) == ("dead-rank", (3,))

@@ -1,6 +1,7 @@
 """File locks: the one that this process's main thread waits for, who holds it, and those that this process holds."""
 
 import os
+import sys
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -19,7 +20,8 @@ from lightning_ncclsafe.probes.host.swap import is_network_filesystem
 from lightning_ncclsafe.probes.process.caught import handled_now
 from lightning_ncclsafe.probes.process.main_thread import system_call
 from lightning_ncclsafe.probes.process.open_files import open_files
-from lightning_ncclsafe.probes.process.stacks import main_thread_frames
+from lightning_ncclsafe.probes.process.stacks import main_thread_frames, training_thread
+from lightning_ncclsafe.probes.source.scopes import scope_at
 
 _PROC = Path("/proc")
 _LOCKS = ("FLOCK", "POSIX", "OFDLCK")
@@ -128,10 +130,21 @@ def _in_call(descriptor: int, kinds: Iterable[str]) -> FileLockFacts | None:
 
 
 def _attempted() -> FileLockFacts | None:
-    """The file that exists already, if the thread sleeps as it handles that: it waits to create the file itself."""
+    """The file that exists already, if the thread sleeps where it handles that, in a loop that tries to create it."""
     error = handled_now()
-    path = error.filename if isinstance(error, FileExistsError) else None
-    return _existing(os.path.abspath(os.fsdecode(path))) if isinstance(path, (str, bytes)) else None
+    if not isinstance(error, FileExistsError) or error.__traceback__ is None:
+        return None
+    # A link to a file of its own is made with two names, of which the second is that of the lock.
+    path = error.filename2 or error.filename
+    frame = sys._current_frames().get(training_thread().ident or 0)
+    if frame is not error.__traceback__.tb_frame or not isinstance(path, (str, bytes)):
+        return None
+    code = frame.f_code
+    lines = frame.f_lineno or 0, error.__traceback__.tb_lineno
+    scope = scope_at(code.co_filename, code.co_name, lines[0])
+    again = scope.loops_around(lines)
+    is_again = bool(again) and again[0] == scope.loops_around(lines[:1])[0]
+    return _existing(os.path.abspath(os.fsdecode(path))) if is_again else None
 
 
 def _retried() -> FileLockFacts | None:

@@ -128,7 +128,7 @@ class StackSamples:
 def outside_common_loop(stacks: Sequence[tuple[Frame, ...]]) -> tuple[Frame, ...]:
     """The first of these stacks, which were taken shortly one after the other, down to the condition that ends a loop.
 
-    It is the loop in which they are at different lines. If there is none, it is the whole stack.
+    The loop is the one in which they are at different lines. If there is none, it is the whole stack.
     """
     if not stacks:
         return ()
@@ -156,7 +156,7 @@ def _common_loop(paths: Sequence[_Path]) -> _Common | None:
         return None
     # What single ranks do in the loop is lost at its condition.
     conditions = {scope_at(*place).rank_condition(place[2]) for path in paths for place in path[depth:]}
-    return _Common(depth, loop.ends_at) if conditions <= {"", scope.rank_condition(loop.ends_at)} else None
+    return _Common(depth, loop.ends_at) if conditions <= {"", scope.rank_condition(loop.first)} else None
 
 
 def _down_to(stack: tuple[Frame, ...], loop: _Common) -> tuple[Frame, ...]:

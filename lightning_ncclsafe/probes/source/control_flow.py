@@ -194,12 +194,12 @@ class ControlFlow:
             after = (one for one in statement.body if first_line(one) > line)
             yield from (jump for one in after for jump in self._jumps(one) if jump.jump in ("break", "return"))
 
-    def _arms(self, statement: ast.stmt) -> Iterator[_Arm]:
-        """The blocks of a statement."""
+    def _arms(self, statement: ast.stmt, *, of_jumps: bool = False) -> Iterator[_Arm]:
+        """The blocks of a statement; or what decides about jumps in them, and so whether what is past these runs."""
         if isinstance(statement, ast.If):
             for block, without in ((statement.body, ""), (statement.orelse, ELSE)):
-                is_past = bool(without) or isinstance(block[-1], (ast.Return, ast.Continue, ast.Break))
-                decides = self._decides(statement.test, is_past=is_past)
+                # Past a jump in the block, as in the other block, the condition does not hold.
+                decides = self._decides(statement.test, is_past=bool(without) is not of_jumps)
                 yield _Arm(block, self._head(statement.lineno, decides, block, without), is_condition=True)
         elif isinstance(statement, LOOPS):
             yield _Arm(statement.body, self._passes(statement), is_condition=isinstance(statement, ast.While))
@@ -268,7 +268,7 @@ class ControlFlow:
                 jump = replace(around[-1], line=statement.lineno, jump=name, on=_of_all(around), until=0, handled_at="")
                 yield replace(jump, within=next(outer, ""))
         is_loop = isinstance(statement, LOOPS)
-        for arm in () if isinstance(statement, FUNCTIONS) else self._arms(statement):
+        for arm in () if isinstance(statement, FUNCTIONS) else self._arms(statement, of_jumps=True):
             inner = around if arm.branch is None else (*around, arm.branch)
             for one in arm.block:
                 yield from (jump for jump in self._jumps(one, inner) if not is_loop or jump.jump in ("return", "raise"))

@@ -157,9 +157,9 @@ class Loop(NamedTuple):
     Attributes:
         first: Its first line.
         last: The last line of its body.
-        ends_at: The line of the condition by which it ends: the head of a ``while``, or the only ``if`` by which a
-            loop without end is left. 0 if that is not known: a ``for`` or a comprehension ends with what it goes
-            through.
+        ends_at: The line of the condition by which it ends: the head of a ``while``, or the outermost ``if`` around
+            the only statement that leaves a loop without end. 0 if that is not known: a ``for`` or a comprehension ends
+            with what it goes through.
     """
 
     first: int
@@ -198,21 +198,28 @@ def attributes_set(node: ast.AST) -> Iterator[AttributeSet]:
 def _ends_at(loop: ast.stmt) -> int:
     if isinstance(loop, ast.While) and not isinstance(loop.test, ast.Constant):
         return loop.lineno
-    is_endless = isinstance(loop, ast.While) or (
-        isinstance(loop, ast.For) and isinstance(loop.iter, ast.Call) and name_of(loop.iter.func) in _ENDLESS
-    )
+    is_endless = isinstance(loop, ast.While) or (isinstance(loop, ast.For) and _is_endless(loop.iter))
     exits = [*_exits(loop.body, 0)] if is_endless and isinstance(loop, LOOPS) else []
     return exits[0] if len(exits) == 1 else 0
 
 
+def _is_endless(value: ast.expr) -> bool:
+    if not isinstance(value, ast.Call) or name_of(value.func) not in _ENDLESS:
+        return False
+    return isinstance(value.func, ast.Name) or ast.unparse(value.func).startswith("itertools.")
+
+
 def _exits(body: Iterable[ast.AST], under: int, *, of_inner: bool = False) -> Iterator[int]:
-    """Of each ``break`` and ``return`` by which a loop with these statements is left: the line of its ``if``, or 0."""
+    """Of each statement that leaves a loop with this body: the line of the outermost ``if`` around it, or 0."""
     for one in body:
-        if isinstance(one, ast.Return) or (isinstance(one, ast.Break) and not of_inner):
+        if isinstance(one, (ast.Return, ast.Raise)) or (isinstance(one, ast.Break) and not of_inner):
             yield under
         elif not isinstance(one, (*FUNCTIONS, ast.ClassDef, ast.expr)):
-            inside = one.lineno if isinstance(one, ast.If) else under
-            yield from _exits(ast.iter_child_nodes(one), inside, of_inner=of_inner or isinstance(one, LOOPS))
+            inside = one.lineno if isinstance(one, ast.If) and not under else under
+            after = one.orelse if isinstance(one, LOOPS) else []
+            within = (node for node in ast.iter_child_nodes(one) if node not in after)
+            yield from _exits(within, inside, of_inner=of_inner or isinstance(one, LOOPS))
+            yield from _exits(after, inside, of_inner=of_inner)
 
 
 @lru_cache(maxsize=8)

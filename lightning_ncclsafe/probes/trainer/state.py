@@ -5,6 +5,7 @@ import itertools
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from types import FunctionType
 from typing import Any
 
 from lightning_ncclsafe.code.marks import Mark, marked
@@ -13,7 +14,14 @@ from lightning_ncclsafe.facts.phase_kinds import FIRST_BATCH, PhaseKind, make_ph
 from lightning_ncclsafe.probes.data.data_line import data_line
 from lightning_ncclsafe.probes.host.resources import filesystem_of
 from lightning_ncclsafe.probes.process.stacks import is_user_code, training_thread
-from lightning_ncclsafe.probes.source.scopes import Scope, attributes_set, first_places, scopes_in, scopes_of
+from lightning_ncclsafe.probes.source.scopes import (
+    Scope,
+    attributes_set,
+    first_places,
+    function_in,
+    scopes_in,
+    scopes_of,
+)
 from lightning_ncclsafe.probes.trainer.logged_keys import users_of
 from lightning_ncclsafe.probes.trainer.setting_lines import SET_BY, setting_lines
 
@@ -43,6 +51,7 @@ _SETTINGS = (
 _ENDS = ("max_epochs", "max_steps", "limit_train_batches", "first epoch")
 # Settings for the batch after which validation starts; Lightning computes the first from the second.
 _VALIDATES = ("val_check_batch", "val_check_interval")
+_MOST_DECORATORS = 8
 _VALIDATES_AT_ALL = (*_VALIDATES, "check_val_every_n_epoch", "limit_val_batches")
 
 
@@ -62,12 +71,20 @@ def _mark_loggers(trainer: Any) -> None:
     """Marks the methods of the user's own classes of loggers: frames do not show whose function they are."""
     for logger in getattr(trainer, "loggers", ()):
         for kind in type(logger).__mro__:
-            # A notebook has no file, and is the user's.
-            file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
-            # A class may have attributes that look like anything; then only the mark is missing.
-            with suppress(Exception):
-                if is_user_code(file):
-                    marked(Mark.USER_LOGGER)(kind)
+            if any(base.__name__ == "Logger" for base in kind.__mro__):
+                for function in _own_functions(kind):
+                    marked(Mark.USER_LOGGER)(function)
+
+
+def _own_functions(kind: type) -> Iterator[FunctionType]:
+    """The functions that are written in a class of the user's, without their decorators."""
+    for member in [*vars(kind).values()]:
+        function = function_in(member)
+        for _ in range(_MOST_DECORATORS):
+            function = vars(function).get("__wrapped__", function) if isinstance(function, FunctionType) else function
+        is_own = isinstance(function, FunctionType) and function.__module__ == kind.__module__
+        if is_own and is_user_code(function.__code__.co_filename):
+            yield function
 
 
 class TrainerProbe:

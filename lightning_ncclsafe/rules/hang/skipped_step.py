@@ -126,7 +126,10 @@ class _PassLeftOut(NamedTuple):
 
 
 def _pass_left_out(view: Timeline) -> _PassLeftOut | None:
-    """The pass around which a line of training_step has led some ranks: of a forward pass, a jump. None if none is."""
+    """The pass that some ranks have left out in training_step: a backward pass, or the forward pass of a sharded model.
+
+    A forward pass counts only if a jump has led around it. None if there is none.
+    """
     split = view.divergence
     first = shift(view, split.group) if split is not None else None
     if first is None or first.ranks != first.others or first.frame is None:

@@ -57,8 +57,9 @@ def out_of_step(view: Timeline) -> Iterator[Finding]:
     """
     if failed(view) or has_dumps(view.job):
         return
-    said = stated(view, StatementKind.AHEAD)
-    if first := LogStatements(sorted(said, key=lambda one: not one.ranks)[:1]):
+    # Of several communicators, one that shows which ranks they are.
+    said = sorted(stated(view, StatementKind.AHEAD), key=lambda one: not one.ranks)
+    if first := LogStatements(said[:1]):
         yield finding(view, first[0].ranks, f"{first[0].detail}.", evidence=first.evidence)
     for group in view.groups:
         seq = group.seq or 0
