@@ -182,7 +182,7 @@ class Filled(Data):
     """Both the share of a rank and how much is read for each row of it."""
 
     def __init__(self, rows: Any, rank: int = 0) -> None:
-        self.mine = rows[rank::2]
+        self.mine = rows[rank::2]  # <- filled share
 
     def __iter__(self) -> Iterator[Any]:
         for row in self.mine:
@@ -288,7 +288,7 @@ def test_the_part_of_a_rank_or_what_packs_it_decides(kind: Callable[..., Any], m
     assert told(DataLoader(kind([["a"], ["b"]]), batch_size=None)) == place(mark, function)
 
 
-@pytest.mark.parametrize("kind", [Twice, Filled, Checks, Parts, Begun, Resumed])
+@pytest.mark.parametrize("kind", [Twice, Checks, Parts, Begun, Resumed])
 def test_of_several_lines_none_is_told(kind: Callable[..., Any]) -> None:
     data = kind([])
     assert told(DataLoader(data)) == ""
@@ -382,18 +382,6 @@ class Alike(Data):
 @pytest.mark.parametrize(("kind", "mark"), [(Within, "within"), (ReadOf, "read of"), (Alike, "alike")])
 def test_what_is_read_for_each_item_of_a_loop_ends_with_the_loop(kind: Callable[..., Any], mark: str) -> None:
     assert told(DataLoader(kind([]))) == place(mark)
-
-
-class Cut(Data):
-    def __iter__(self) -> Iterator[Any]:
-        for row in self.rows:
-            with open(row[self.rank :: 2]) as lines:
-                yield from lines
-
-
-def test_what_is_chosen_of_each_item_of_a_loop_does_not_end_with_it() -> None:
-    data = Cut([])
-    assert told(DataLoader(data)) == ""
 
 
 class Chosen(Found):
@@ -639,6 +627,93 @@ class Moved(DataLoader[Any]):
     def __iter__(self) -> Any:
         for batch in super().__iter__():
             yield [batch]
+
+
+def of_this_rank(names: list[str], rank: int) -> list[str]:
+    return names[rank::SIZE]  # <- share of names
+
+
+class Streamed(Data):
+    """Two generators and a buffer; each rank has its share of the files."""
+
+    def __init__(self, rows: Any) -> None:
+        super().__init__(rows)
+        self.mine = of_this_rank(rows, self.rank)
+
+    def __iter__(self) -> Iterator[Any]:
+        held: list[Any] = []
+        for row in (row for name in self.mine for row in read(name)):
+            held.append(row)
+            if len(held) == SIZE:
+                yield held.pop()
+        yield from held
+
+
+class StreamedAsRead(Data):
+    def _own(self) -> Iterator[Any]:
+        while True:
+            for number, row in enumerate(self.rows):
+                if number % SIZE == self.rank:  # <- share as read
+                    yield row
+
+    def __iter__(self) -> Iterator[Any]:
+        held: list[Any] = []
+        for row in self._own():
+            held.append(row)
+            while len(held) > 1:
+                yield held.pop()
+
+
+class StreamedInParts(Data):
+    def __iter__(self) -> Iterator[Any]:
+        for row in self.rows:
+            with open(row[self.rank :: 2]) as lines:  # <- share of each
+                yield from lines
+
+
+class StreamedWithoutSome(Streamed):
+    def __iter__(self) -> Iterator[Any]:
+        for name in self.mine:
+            for row in read(name):
+                if not row:
+                    continue
+                yield row
+        yield from self.first
+
+
+class StreamedTwice(Streamed):
+    def __iter__(self) -> Iterator[Any]:
+        first = self.rank
+        yield from super().__iter__()
+        for row in islice(self.rows, first, None, SIZE):
+            for name in read(row):
+                yield name
+
+
+class StreamedByWorker(StreamedAsRead):
+    def _own(self) -> Iterator[Any]:
+        worker_id = 0
+        for number, row in enumerate(self.rows):
+            if number % SIZE == worker_id:
+                for name in read(row):
+                    if name:
+                        yield name
+
+
+@pytest.mark.parametrize(
+    ("kind", "line"),
+    [
+        (Streamed, place("share of names", "of_this_rank")),
+        (StreamedAsRead, place("share as read", "_own")),
+        (StreamedInParts, place("share of each")),
+        (Filled, place("filled share", "__init__")),
+        (StreamedWithoutSome, ""),
+        (StreamedTwice, ""),
+        (StreamedByWorker, ""),
+    ],
+)
+def test_where_several_lines_decide_it_is_the_one_that_takes_a_ranks_share(kind: Any, line: str) -> None:
+    assert told(DataLoader(kind(["a", "b"]))) == line
 
 
 def test_a_loader_that_hands_on_its_batches_does_not_decide() -> None:

@@ -95,7 +95,7 @@ def _ends_at(loader: Any, given: Any, hook: str, frame: FrameType | None, by_len
             return ""  # they decide, wherever they are made
         found = _of_object(one, by_length)
         if found.given not in (_BASE, _GIVEN):
-            return found.place
+            return found.place or _share_taken_at(type(one))
         if found.given == _GIVEN:
             break
     else:
@@ -134,6 +134,53 @@ def _of_iterable(one: Any) -> _DataEnd:
     scope = _method_of(type(one), "__iter__")
     end = _followed(_of_function(scope, type(one), _MOST_CALLS), type(one)) if scope.file else _UNKNOWN
     return end if end.place and end.given == "" else _UNKNOWN
+
+
+def _share_taken_at(owner: type) -> str:
+    """The only line of a class, and of the functions that it calls, that takes a rank's share; else empty.
+
+    Several lines decide how much the object yields. If none of them leaves out samples, ranks have different amounts
+    since their shares were taken.
+    """
+    scopes = {*methods_of(owner).values()}
+    new = scopes
+    for _ in range(_MOST_CALLS):
+        called = {function_called(call, scope, owner) for scope in new for call in scope.each(ast.Call)}
+        new = {scope for scope in called if scope is not None} - scopes
+        scopes = scopes | new
+    if any(_leaves_out(node, scope) for scope in scopes for node in scope.nodes if isinstance(node, _YIELDS)):
+        return ""
+    lines = {scope.place(node.lineno) for scope in scopes for node in scope.each(ast.expr) if _is_share(node, scope)}
+    return lines.pop() if len(lines) == 1 else ""
+
+
+def _leaves_out(node: ast.Yield | ast.YieldFrom, scope: Scope) -> bool:
+    """Whether a generator passes over items, for what they are or as they cannot be read, before it yields the rest.
+
+    A condition around what is no item of the loop closes a batch, or a buffer.
+    """
+    branches = [one for one in scope.branches_around(node.lineno) if one.on in (Decides.VALUE, Decides.EXCEPTION)]
+    around = (one for one in scope.each(ast.For) if any(inner is node for inner in ast.walk(one)))
+    items = {part.id for one in around for part in ast.walk(one.target) if isinstance(part, ast.Name)}
+    is_item = any(isinstance(part, ast.Name) and part.id in items for part in ast.walk(node))
+    return any(one.jump == "continue" or (is_item and not RANK_WORDS.search(one.test)) for one in branches)
+
+
+def _is_share(node: ast.expr, scope: Scope) -> bool:
+    """Whether an expression takes every n-th item for a rank, or its range of them."""
+    if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Slice):
+        return any(_is_of_rank(one, scope) for one in (node.slice.lower, node.slice.step) if one is not None)
+    if isinstance(node, ast.Compare):
+        return any(isinstance(one, ast.Mod) for one in ast.walk(node)) and _is_of_rank(node, scope)
+    is_sliced = isinstance(node, ast.Call) and name_of(node.func) == "islice"
+    return is_sliced and any(_is_of_rank(one, scope) for one in node.args[1:])
+
+
+def _is_of_rank(value: ast.expr, scope: Scope) -> bool:
+    """Whether an expression, or a variable in it, is about the rank."""
+    names = {node.id for node in ast.walk(value) if isinstance(node, ast.Name)}
+    given = (one.value for one in scope.each(ast.Assign) for target in one.targets if name_of(target) in names)
+    return any(RANK_WORDS.search(ast.unparse(one)) for one in (value, *given))
 
 
 def _of_indexed(loader: Any) -> str:
