@@ -686,8 +686,7 @@ class StreamedTwice(Streamed):
         first = self.rank
         yield from super().__iter__()
         for row in islice(self.rows, first, None, SIZE):
-            for name in read(row):
-                yield name
+            yield from read(row)
 
 
 class StreamedByWorker(StreamedAsRead):

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from lightning_ncclsafe.code.libraries import SUBPROCESS
 from lightning_ncclsafe.facts import ELSE, Frame
 from lightning_ncclsafe.rules.kit import (
+    FETCHES,
     AbortedModelRun,
     Confidence,
     Evidence,
@@ -71,7 +72,6 @@ _STEP_HOOKS = (
     "configure_gradient_clipping",
     "batch_to_device",
     "transfer_batch_to_device",
-    "_dataloader_next",
     "prepare_data",
 )
 _REMEDY_PROGRAM = (
@@ -184,6 +184,8 @@ def _in_hook_of_its_own(view: Timeline, rank: int) -> bool:
     if waits_for_thread(facts) and (facts.inspection is not None or thread_exception(facts) is not None):
         return False
     if doing.kind is not Kind.USER or not doing.hook or doing.hook.endswith(_STEP_HOOKS):
+        return False
+    if doing.hook.startswith(FETCHES):
         return False
     if is_before_first_batch(facts.progress) or "_batch_" in doing.hook:
         return False

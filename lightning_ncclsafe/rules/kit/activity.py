@@ -1,5 +1,6 @@
 """What a rank is doing and waits for, by its stack, Lightning's actions, outstanding calls, device and threads."""
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -26,6 +27,10 @@ from lightning_ncclsafe.rules.kit.frames import (
 )
 from lightning_ncclsafe.rules.kit.landmarks import Kind, Landmark, condition_in, innermost_landmark
 
+FETCHES = "next("
+"""How the words for an action begin in which a loop of Lightning fetches a batch: ``"next(train_dataloader)"``."""
+
+_FETCH = re.compile(r"(train|val|test|predict)(?:_dataloader)?_next")
 AGREEMENT = "agreement:"
 """Prefix of the name of an action in which a rank presents its loaders; the hook that returned them follows."""
 
@@ -318,6 +323,8 @@ def hook_words(name: str) -> str:
     before, brace, after = plain.partition("{")
     plain = before + after[after.rfind("}") + 1 :] if brace else plain
     plain = plain.rpartition("<locals>.")[2]
+    if (fetch := _FETCH.fullmatch(plain)) is not None:
+        return f"{FETCHES}{fetch[1]}_dataloader)"
     # "SafeDDP.training_step" is the user's training_step, called through the strategy.
     return plain.rpartition(".")[2] if owner == "[Strategy" else plain
 

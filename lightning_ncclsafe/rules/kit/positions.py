@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from lightning_ncclsafe.code.libraries import BACKWARD, BATCH, DDP, EARLY_STOPPING, END_OF_EPOCH, FSDP
 from lightning_ncclsafe.facts import Frame, LoopEnd, Phase, Progress, RankFacts
-from lightning_ncclsafe.rules.kit.activity import hook_words
+from lightning_ncclsafe.rules.kit.activity import FETCHES, hook_words
 from lightning_ncclsafe.rules.kit.alone import alone_in_trainer, gathering_alone, in_trainer_again
 from lightning_ncclsafe.rules.kit.frames import is_in, loop_left
 from lightning_ncclsafe.rules.kit.rule import once
@@ -62,7 +62,8 @@ def has_batches_left(view: Timeline, ranks: Iterable[int]) -> bool:
 
 
 def _is_in_loop(progress: Progress) -> bool:
-    return any(hook_words(action.name).endswith((*_IN_BATCH, "_dataloader_next")) for action in progress.actions)
+    hooks = [hook_words(action.name) for action in progress.actions]
+    return any(hook.endswith(_IN_BATCH) or hook.startswith(FETCHES) for hook in hooks)
 
 
 def _position(facts: RankFacts) -> Position:
