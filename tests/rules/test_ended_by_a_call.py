@@ -93,6 +93,14 @@ def test_the_only_timer_that_sends_the_signal_is_named() -> None:
     assert any(item.text.endswith("sets a timer that sends SIGALRM.") for item in finding.evidence)
 
 
+def test_the_line_that_leaves_a_timer_set_is_the_one_to_look_at() -> None:
+    left = replace(ALARM, left_at="/home/me/data.py:24 in read")
+    ended = EndedProcess(pid=11, signal="SIGALRM")
+    for finding in (gone((left,), {"ended_by": "SIGALRM"}), worker((left,), ended=(ended,))):
+        assert finding.location == left.left_at
+        assert "as after signal.alarm(5) at data.py:18 in limit, which is left set at data.py:24" in finding.summary
+
+
 def test_the_only_line_that_limits_cpu_time_is_named() -> None:
     limits = replace(ALARM, code="resource.setrlimit(resource.RLIMIT_CPU, (2, 3))", signal="SIGXCPU")
     finding = gone((limits, ALARM), {"ended_by": "SIGXCPU"})

@@ -172,8 +172,8 @@ def _is_share(node: ast.expr, scope: Scope) -> bool:
         return any(_is_of_rank(one, scope) for one in (node.slice.lower, node.slice.step) if one is not None)
     if isinstance(node, ast.Compare):
         return any(isinstance(one, ast.Mod) for one in ast.walk(node)) and _is_of_rank(node, scope)
-    is_sliced = isinstance(node, ast.Call) and name_of(node.func) == "islice"
-    return is_sliced and any(_is_of_rank(one, scope) for one in node.args[1:])
+    bounds = node.args[1:] if isinstance(node, ast.Call) and name_of(node.func) == "islice" else []
+    return any(_is_of_rank(one, scope) for one in bounds)
 
 
 def _is_of_rank(value: ast.expr, scope: Scope) -> bool:

@@ -11,10 +11,12 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from lightning_ncclsafe.facts import ExitCall
 from lightning_ncclsafe.probes.process.stacks import is_user_code
+from lightning_ncclsafe.probes.source.left_timers import ways_out
 from lightning_ncclsafe.probes.source.syntax import FUNCTIONS, file_of, parsed, source_text
 
 # The other ranks wait while one reads the source.
@@ -63,7 +65,30 @@ def exit_calls(most_s: float = _MOST_S) -> tuple[ExitCall, ...]:
         if calls is None:
             return ()
         found += calls
-    return tuple(found) if len(found) <= _MOST_CALLS else ()
+    if len(found) > _MOST_CALLS:
+        return ()
+    timers = [call for call in found if call.signal in _TIMERS.values()]
+    # Of several, none is named.
+    return tuple(_with_way_out(call, files, ends_s) if [call] == timers else call for call in found)
+
+
+def _with_way_out(call: ExitCall, files: Iterable[str], ends_s: float) -> ExitCall:
+    """The same timer; with the line at which a function is left while it runs, if there is one such line."""
+    own = call.place.rpartition(":")[0]
+    every = [own, *(file for file in files if file != own)]
+    trees = [parsed(source_text(file)) for file in every if time.monotonic() < ends_s]
+    if len(trees) < len(every):
+        return call
+    names = _names(trees[0])
+    found = ways_out(
+        trees[0],
+        trees[1:],
+        sets=lambda one: bool(_signal_of_timer(_called(one, names), one)),
+        cancels=lambda one: _cancels_timer(_called(one, names), one),
+    )
+    if len(found) != 1:
+        return call
+    return replace(call, left_at=f"{every[found[0].file]}:{found[0].line} in {found[0].function}")
 
 
 def _loaded_files() -> list[str]:
@@ -169,6 +194,11 @@ def _signal_of_timer(called: str, node: ast.Call) -> str:
         return "" if _is_zero(node.args[1]) else _TIMERS.get(_last_name(node.args[0]), "")
     # The kernel sends it once the process has used up the first, soft limit.
     return "SIGXCPU" if called == "resource.setrlimit" and _last_name(node.args[0]) == "RLIMIT_CPU" else ""
+
+
+def _cancels_timer(called: str, node: ast.Call) -> bool:
+    position = {"signal.alarm": 0, "signal.setitimer": 1}.get(called, len(node.args))
+    return position < len(node.args) and _is_zero(node.args[position])
 
 
 def _last_name(node: ast.expr) -> str:

@@ -283,7 +283,7 @@ def _finding(
         # It has got further than it was seen, and is not ahead of those that wait for it.
         waits += _batch_of_others(view)
     if calls.only is not None:
-        at = f", as after {calls.only.code} at {short_place(calls.only.place)}{at}"
+        at = f", as after {calls.words}{at}"
     whose = f"{verb(ranks, 'the process', 'the processes')} of {ranks_words(ranks)}"
     return finding(
         view,
@@ -291,7 +291,7 @@ def _finding(
         f"{whose} {verb(ranks, one, many)}{at}{killer}{waits}.",
         severity=Severity.ERROR,
         confidence=confidence,
-        location=calls.only.place if calls.only is not None else location_of(frame),
+        location=calls.location or location_of(frame),
         evidence=(*_evidence(view, ranks, calls), *kills, *calls.evidence(ranks[0])),
         remedy=_REMEDY_OOM
         if kills

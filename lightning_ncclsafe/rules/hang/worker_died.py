@@ -220,7 +220,7 @@ def _raised(view: Timeline, pids: dict[int, str], signal: str, confidence: Confi
     # A pool is the user's own, and raises where it is used.
     frame = exception_place(facts) if is_of_pool else frame
     calls = _exit_calls(view, ranks, signal)
-    at = at_words(frame) if calls.only is None else f", as after {calls.only.code} at {short_place(calls.only.place)}"
+    at = at_words(frame) if calls.only is None else f", as after {calls.words}"
     known = partial(_evidence_of_own, signal=signal, calls=calls) if is_of_pool else _evidence
     if is_of_pool:
         at = f", and {clause(ranks, 'has|have raised')} {type_and_place(facts)[0]}{at}"
@@ -239,7 +239,7 @@ def _raised(view: Timeline, pids: dict[int, str], signal: str, confidence: Confi
             *(() if is_of_pool else calls.evidence(ranks[0])),
         ),
         remedy=_remedy_raised(facts, signal, calls, is_of_pool=is_of_pool),
-        location=calls.only.place if calls.only is not None else location_of(frame),
+        location=calls.location or location_of(frame),
     )
 
 

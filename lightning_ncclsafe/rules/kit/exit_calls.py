@@ -33,6 +33,19 @@ class ExitCalls(NamedTuple):
     possible: tuple[ExitCall, ...]
 
     @property
+    def words(self) -> str:
+        """``"signal.alarm(5) at data.py:18 in limit"``, and where that is left set; empty without an only one."""
+        if self.only is None:
+            return ""
+        left = f", which is left set at {short_place(self.only.left_at)}" if self.only.left_at else ""
+        return f"{self.only.code} at {short_place(self.only.place)}{left}"
+
+    @property
+    def location(self) -> str:
+        """Where to look for the only one: where it is left set, or else its own line; empty without one."""
+        return "" if self.only is None else self.only.left_at or self.only.place
+
+    @property
     def is_short(self) -> bool:
         """Whether there are some, and few enough to list."""
         return 0 < len(self.possible) <= _FEW

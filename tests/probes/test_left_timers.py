@@ -1,0 +1,139 @@
+"""The line at which a function is left although a timer still runs that it cancels on its other ways out."""
+
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from lightning_ncclsafe.probes.source import exit_calls as searched
+from lightning_ncclsafe.probes.source.exit_calls import exit_calls
+
+LIMITS = """
+import signal
+
+class Limit:
+    def start(self):
+        signal.alarm(5)
+
+    def stop(self):
+        signal.alarm(0)
+
+def arm():
+    signal.setitimer(signal.ITIMER_REAL, 5)
+
+def disarm():
+    signal.setitimer(signal.ITIMER_REAL, 0)
+"""
+DIRECT = """
+import signal
+
+def parse(text):
+    signal.alarm(5)
+    {}
+    signal.alarm(0)
+    return text
+"""
+OF_OBJECT = """
+from limits import Limit
+
+def parse(text):
+    limit = Limit()
+    limit.start()
+    {}
+    {}.stop()
+    return text
+"""
+OF_FUNCTIONS = """
+import limits
+
+def parse(text):
+    limits.arm()
+    {}
+    limits.disarm()
+    return text
+"""
+FINALLY = """
+import signal
+
+def parse(text):
+    signal.alarm(5)
+    try:
+        if not text:
+            return None  # <- here
+    finally:
+        signal.alarm(0)
+"""
+EARLIER = """
+import signal
+
+def parse(text):
+    if not text:
+        return None
+    signal.alarm(5)
+    text = text.split()
+    signal.alarm(0)
+    return text
+"""
+LEFT = "if not text: return None  # <- here"
+CANCELLED = "if not text:\n        signal.alarm(0)\n        return None"
+
+
+def left_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limits: str, program: str) -> list[str]:
+    """Where the timers of two files are left set, one for each timer that is known."""
+    for name, text in (("__main__", program), ("limits", limits)):
+        path = tmp_path / f"{name}.py"
+        path.write_text(text)
+        module = ModuleType(name)
+        module.__file__ = str(path)
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(searched, "is_user_code", lambda file: file.startswith(str(tmp_path)))
+    return [call.left_at for call in exit_calls()]
+
+
+def of_class(limits: str) -> str:
+    return limits.partition("def arm")[0]
+
+
+def of_functions(limits: str) -> str:
+    return "import signal\n\ndef arm" + limits.partition("def arm")[2]
+
+
+@pytest.mark.parametrize(
+    ("limits", "program"),
+    [
+        ("", DIRECT.format(LEFT)),
+        ("", DIRECT.format(LEFT.replace("return None", "raise ValueError(text)"))),
+        (of_class(LIMITS), OF_OBJECT.format(LEFT, "limit")),
+        (of_functions(LIMITS), OF_FUNCTIONS.format(LEFT)),
+    ],
+)
+def test_a_way_out_that_leaves_a_timer_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limits: str, program: str
+) -> None:
+    line = next(number for number, text in enumerate(program.splitlines(), 1) if text.endswith("# <- here"))
+    assert left_at(tmp_path, monkeypatch, limits, program) == [f"{tmp_path}/__main__.py:{line} in parse"]
+
+
+@pytest.mark.parametrize(
+    ("limits", "program"),
+    [
+        ("", FINALLY),
+        ("", EARLIER),
+        ("", DIRECT.format("text = text.strip()")),
+        ("", DIRECT.format(CANCELLED)),
+        ("", DIRECT.format(f"{LEFT}\n    if len(text) > 9: return text")),
+        ("", DIRECT.format(f"def inner():\n        {LEFT}")),
+        (of_class(LIMITS), OF_OBJECT.format(LEFT, "other")),
+        (of_class(LIMITS), OF_OBJECT.format(LEFT, "limit").replace("Limit", "Clock")),
+        (of_functions(LIMITS), OF_FUNCTIONS.format(LEFT).replace("limits.disarm", "disarm")),
+    ],
+)
+def test_a_timer_that_is_cancelled_or_that_another_function_sets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limits: str, program: str
+) -> None:
+    assert left_at(tmp_path, monkeypatch, limits, program) == [""]
+
+
+def test_of_several_timers_none_is_left_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert left_at(tmp_path, monkeypatch, LIMITS, DIRECT.format(LEFT)) == ["", "", ""]
