@@ -150,8 +150,10 @@ def _chosen_within(made: Given, owner: type | None, calls: int, is_choice: _IsCh
         inside = _deciding(returned(scope), owner, calls - 1, is_choice) if scope is not None else None
         if inside is not None and inside.value is not None and is_choice(inside.value):
             return inside
-        indices = _assigned(index, made, owner) if (index := _indices(call)) is not None else None
-        if indices is not None and indices.value is not None and is_choice(indices.value):
+        if (index := _indices(call)) is None:
+            continue
+        indices = made._replace(value=index) if _counts(index) else _assigned(index, made, owner)
+        if indices is not None and indices.value is not None and (_counts(indices.value) or is_choice(indices.value)):
             return indices
     return None
 
@@ -210,6 +212,21 @@ def _loaders_of(call: ast.Call, hook: str) -> ast.expr | None:
     """The loaders among the arguments of a call of the Trainer; None if they are not written out there."""
     position = _POSITIONS.get(hook, 1) if name_of(call.func) == "fit" else 1
     return argument_of(call, _KEYWORDS.get(hook, ""), "dataloaders", position=position)
+
+
+def _counts(indices: ast.expr) -> bool:
+    """Whether indices are so many of the first ones, or a range of them, by a number that is computed."""
+    if isinstance(indices, ast.Subscript) and isinstance(indices.slice, ast.Slice):
+        bounds = [indices.slice.lower, indices.slice.upper]
+    else:
+        is_range = isinstance(indices, ast.Call) and name_of(indices.func) == "range"
+        bounds = [*indices.args] if isinstance(indices, ast.Call) and is_range else []
+    return any(not _is_length(bound) for bound in bounds if bound is not None)
+
+
+def _is_length(value: ast.expr) -> bool:
+    """Whether it is a constant, or the length of something: what all ranks have alike that have the same data."""
+    return isinstance(value, ast.Constant) or (isinstance(value, ast.Call) and name_of(value.func) == "len")
 
 
 def _held(value: ast.expr) -> ast.expr | None:

@@ -171,7 +171,10 @@ def with_decision(view: Timeline, finding: Finding) -> Finding:
     )
     # Nobody wrote that call: what is to be looked at is how often the model is run.
     if deciding.is_of_unit and deciding.is_of_loop and deciding.branches[0][0].function != deciding.at.function:
-        return as_concluded(finding, deciding)
+        # Of two ranks, the one that still runs the model goes through the loop more often.
+        going_on = tuple(sorted({*finding.ranks} - {*deciding.around}))
+        ranks = going_on if len(finding.ranks) == 2 == len(view.facts) else finding.ranks
+        return as_concluded(replace(finding, ranks=ranks or finding.ranks), deciding)
     # Without a majority, the rank that made the call may have been named, although it is the other one that jumped.
     is_other_side = 0 < 2 * len(deciding.around) <= len(view.facts) and finding.ranks != deciding.around
     has_jumped = deciding.is_of_rank or _is_early_exit(view, deciding)
