@@ -65,6 +65,7 @@ from lightning_ncclsafe.rules.kit import (
     unusual_calls,
     verb,
     where_evidence,
+    with_order_of_set,
 )
 
 _LOOP = re.compile(r"(?:async )?for (.+?) in ")
@@ -124,7 +125,7 @@ def mismatched_collective(view: Timeline) -> Iterator[Finding]:
     if view.raised:
         return
     if roots := different_roots(view):
-        yield _roots_finding(view, roots)
+        yield with_order_of_set(view, _roots_finding(view, roots))
     elif split is None:
         ended = aborted_by_gloo(view)
         explain = (aborted_model_run, aborted_elsewhere, continued_before_abort, left_out_unit)
@@ -134,7 +135,7 @@ def mismatched_collective(view: Timeline) -> Iterator[Finding]:
     elif len({call.op for call in split.calls.values()}) == 1:
         alike = same_purpose(view, split)
         if alike is not False and not send_different_units(view, split):
-            yield _finding(view, split, is_alike=bool(alike))
+            yield with_order_of_set(view, _finding(view, split, is_alike=bool(alike)))
 
 
 def _roots_finding(view: Timeline, different: DifferentRoots) -> Finding:
