@@ -655,6 +655,8 @@ class StreamedAsRead(Data):
             for number, row in enumerate(self.rows):
                 if number % SIZE == self.rank:  # <- share as read
                     yield row
+            if not self.first:
+                return
 
     def __iter__(self) -> Iterator[Any]:
         held: list[Any] = []

@@ -59,7 +59,8 @@ def made_over_set(facts: JobFacts, *places: str, completed: int = 0, odd: tuple[
 
 def test_groups_that_are_made_in_a_loop_over_a_set_are_other_ones_on_each_rank() -> None:
     finding = first(made_over_set(groups_in_another_order(GLOO), MADE))
-    assert (finding.rule, finding.location, finding.confidence) == ("crossed-groups", MADE, Confidence.LIKELY)
+    assert (finding.rule, finding.ranks, finding.location) == ("crossed-groups", (0, 1), MADE)
+    assert finding.confidence is Confidence.LIKELY
     assert "The groups are made in a loop over a set at" in finding.summary
     assert finding.remedy == REMEDY_ORDER_OF_SET
 

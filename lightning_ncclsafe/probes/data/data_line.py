@@ -160,10 +160,11 @@ def _leaves_out(node: ast.Yield | ast.YieldFrom, scope: Scope) -> bool:
     A condition around what is no item of the loop closes a batch, or a buffer.
     """
     branches = [one for one in scope.branches_around(node.lineno) if one.on in (Decides.VALUE, Decides.EXCEPTION)]
-    around = (one for one in scope.each(ast.For) if any(inner is node for inner in ast.walk(one)))
-    items = {part.id for one in around for part in ast.walk(one.target) if isinstance(part, ast.Name)}
+    loops = (one for one in scope.each(ast.For) if any(inner is node for inner in ast.walk(one)))
+    items = {part.id for one in loops for part in ast.walk(one.target) if isinstance(part, ast.Name)}
     is_item = any(isinstance(part, ast.Name) and part.id in items for part in ast.walk(node))
-    return any(one.jump == "continue" or (is_item and not RANK_WORDS.search(one.test)) for one in branches)
+    around = [one for one in branches if not one.jump and not RANK_WORDS.search(one.test)]
+    return (is_item and bool(around)) or any(one.jump == "continue" for one in branches)
 
 
 def _is_share(node: ast.expr, scope: Scope) -> bool:

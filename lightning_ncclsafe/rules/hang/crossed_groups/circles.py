@@ -103,6 +103,8 @@ def _finding(view: Timeline, circle: dict[int, tuple[str, int]]) -> Finding:
     )
     return replace(
         entered,
+        # On each rank it may be that order which is the odd one.
+        ranks=tuple(sorted(circle)),
         summary=joined((entered.summary, words)),
         confidence=at_most_likely(entered.confidence),
         location=at,
