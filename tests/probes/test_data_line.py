@@ -384,6 +384,18 @@ def test_what_is_read_for_each_item_of_a_loop_ends_with_the_loop(kind: Callable[
     assert told(DataLoader(kind([]))) == place(mark)
 
 
+class Cut(Data):
+    def __iter__(self) -> Iterator[Any]:
+        for row in self.rows:
+            with open(row[self.rank :: 2]) as lines:
+                yield from lines
+
+
+def test_what_is_chosen_of_each_item_of_a_loop_does_not_end_with_it() -> None:
+    data = Cut([])
+    assert told(DataLoader(data)) == ""
+
+
 class Chosen(Found):
     def __iter__(self) -> Iterator[Any]:
         for file in self.files:
@@ -542,7 +554,7 @@ class Turns(Sampler[list[int]]):
 
 class Doubtful(Turns):
     def __iter__(self) -> Iterator[list[int]]:
-        yield from self.batches[self.rank :: 2]
+        yield from self.batches[self.rank :: 2]  # <- doubtful
         yield from self.batches[:1]
 
 
@@ -613,7 +625,7 @@ def test_what_was_given_is_not_looked_for_before_it_is_read() -> None:
 
 def test_what_has_not_been_read_is_as_long_as_it_says() -> None:
     loader = DataLoader(Numbers(), batch_sampler=Doubtful(9, 1))
-    assert told(loader) == ""
+    assert told(loader) == place("doubtful")
     assert told(loader, by_length=True) == place("turns", "own")
 
 
@@ -666,13 +678,6 @@ class StreamedAsRead(Data):
                 yield held.pop()
 
 
-class StreamedInParts(Data):
-    def __iter__(self) -> Iterator[Any]:
-        for row in self.rows:
-            with open(row[self.rank :: 2]) as lines:  # <- share of each
-                yield from lines
-
-
 class StreamedWithoutSome(Streamed):
     def __iter__(self) -> Iterator[Any]:
         for name in self.mine:
@@ -696,9 +701,102 @@ class StreamedByWorker(StreamedAsRead):
         worker_id = 0
         for number, row in enumerate(self.rows):
             if number % SIZE == worker_id:
-                for name in read(row):
-                    if name:
-                        yield name
+                yield from read(row)
+
+
+class StreamedIfValid(Streamed):
+    def __iter__(self) -> Iterator[Any]:
+        batch: list[Any] = []
+        for name in self.mine:
+            parsed = read(name)
+            if parsed[0]:
+                batch.append(parsed)
+            if len(batch) == SIZE:
+                yield batch
+        yield from batch
+
+
+class StreamedIfShort(Streamed):
+    def __iter__(self) -> Iterator[Any]:
+        batch: list[Any] = []
+        for name in self.mine:
+            if len(name) < SIZE:
+                batch.append(name)
+            if len(batch) == SIZE:
+                yield batch
+        yield from batch
+
+
+class StreamedInTime(Streamed):
+    def __iter__(self) -> Iterator[Any]:
+        batch: list[Any] = []
+        for name in self.mine:
+            if self.first > batch:
+                break
+            batch.append(name)
+            while len(batch) >= SIZE:
+                yield batch[:SIZE]
+        yield from batch
+
+
+class StreamedIfReadable(Streamed):
+    def __iter__(self) -> Iterator[Any]:
+        for name in self.mine:
+            try:
+                yield from read(name)
+            except OSError:
+                continue
+        yield from self.first
+
+
+class StreamedOfRows(Streamed):
+    def __iter__(self) -> Iterator[Any]:
+        for name in self.mine:
+            yield from [row for row in read(name) if row]
+        yield from self.first
+
+
+class StreamedByBudget(Streamed):
+    def __iter__(self) -> Iterator[Any]:
+        batch: list[Any] = []
+        total = 0
+        for name in self.mine:
+            if total + len(name) > SIZE:
+                yield batch
+            batch.append(name)
+        yield from batch
+
+
+class Heartbeat(Data):
+    """Conditions on the rank that keep nothing, and a part of each sample."""
+
+    def __iter__(self) -> Iterator[Any]:
+        size = len(self.rows)
+        for number, row in enumerate(self.rows):
+            if (number + self.rank) % SIZE == 0:
+                print("alive")
+            if number % SIZE == self.rank:
+                print("alive")
+            yield row[self.rank * size : (self.rank + 1) * size]
+        yield from self.first
+
+
+class Rotated(Data):
+    """All of it, in an order of each rank's own."""
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self.rows[self.rank :]
+        yield from self.rows[: self.rank]
+
+
+class Unused(Data):
+    def __iter__(self) -> Iterator[Any]:
+        for row in self.rows:
+            yield from read(row)
+        yield from self.first
+
+    def summary(self) -> str:
+        return f"reads {self.rows[self.rank :: SIZE]}"
 
 
 @pytest.mark.parametrize(
@@ -706,11 +804,19 @@ class StreamedByWorker(StreamedAsRead):
     [
         (Streamed, place("share of names", "of_this_rank")),
         (StreamedAsRead, place("share as read", "_own")),
-        (StreamedInParts, place("share of each")),
         (Filled, place("filled share", "__init__")),
         (StreamedWithoutSome, ""),
         (StreamedTwice, ""),
         (StreamedByWorker, ""),
+        (StreamedIfValid, ""),
+        (StreamedIfShort, ""),
+        (StreamedInTime, ""),
+        (StreamedIfReadable, ""),
+        (StreamedOfRows, ""),
+        (StreamedByBudget, ""),
+        (Heartbeat, ""),
+        (Rotated, ""),
+        (Unused, ""),
     ],
 )
 def test_where_several_lines_decide_it_is_the_one_that_takes_a_ranks_share(kind: Any, line: str) -> None:

@@ -76,6 +76,9 @@ def parse(text):
     return text
 """
 LEFT = "if not text: return None  # <- here"
+TRIED = f"try:\n        {LEFT}\n    except ValueError:\n        text = ''"
+CLOSED = "\ndef run(text):\n    try:\n        parse(text)\n    finally:\n        signal.alarm(0)\n"
+SET, TIMER = "    signal.alarm(5)", "signal.setitimer(signal.ITIMER_PROF, 0)"
 CANCELLED = "if not text:\n        signal.alarm(0)\n        return None"
 
 
@@ -103,8 +106,11 @@ def of_functions(limits: str) -> str:
     ("limits", "program"),
     [
         ("", DIRECT.format(LEFT)),
-        ("", DIRECT.format(LEFT.replace("return None", "raise ValueError(text)"))),
         (of_class(LIMITS), OF_OBJECT.format(LEFT, "limit")),
+        (
+            of_class(LIMITS),
+            OF_OBJECT.format(f"try:\n        {LEFT}\n    except ValueError:\n        text = ''", "limit"),
+        ),
         (of_functions(LIMITS), OF_FUNCTIONS.format(LEFT)),
     ],
 )
@@ -121,6 +127,24 @@ def test_a_way_out_that_leaves_a_timer_set(
         ("", FINALLY),
         ("", EARLIER),
         ("", DIRECT.format("text = text.strip()")),
+        ("", DIRECT.format("if not text: signal.alarm(0); return None")),
+        ("", DIRECT.format("try:\n        text = text.split()\n    except TimeoutError:\n        return None")),
+        ("", DIRECT.format(LEFT.replace("return None", "raise ValueError(text)"))),
+        ("", DIRECT.format(LEFT).replace(SET, "    if len(text) > 9: signal.alarm(5)")),
+        ("", DIRECT.format(LEFT).replace("signal.alarm(0)", TIMER)),
+        (
+            "",
+            DIRECT.format(LEFT).replace(
+                "    signal.alarm(5)", "    stack.callback(signal.alarm, 0)\n    signal.alarm(5)"
+            ),
+        ),
+        (
+            "",
+            DIRECT.format(LEFT)
+            + "\ndef run(text):\n    try:\n        parse(text)\n    finally:\n        signal.alarm(0)\n",
+        ),
+        (of_class(LIMITS), OF_OBJECT.format(LEFT, "limit").replace("limit = Limit()", "limit = Profiler(Limit)")),
+        (of_class(LIMITS), OF_OBJECT.format(f"stack.callback(limit.stop)\n    {LEFT}", "limit")),
         ("", DIRECT.format(CANCELLED)),
         ("", DIRECT.format(f"{LEFT}\n    if len(text) > 9: return text")),
         ("", DIRECT.format(f"def inner():\n        {LEFT}")),

@@ -119,33 +119,6 @@ def test_what_takes_some_of_the_data_is_found_behind_indices_and_in_expressions(
     assert data_made_at(Drawn(), hook) == place(mark, hook)
 
 
-class Counted:
-    """So many of its samples, by a number that it computes."""
-
-    share = 0.5
-
-    def train_dataloader(self) -> Any:
-        rows, count = load("all"), int(len(os.sep) * self.share)
-        return DataLoader(Subset(rows, range(count)))  # <- counted
-
-    def val_dataloader(self) -> Any:
-        count = int(len(os.sep) * self.share)
-        first = list(range(9))[:count]  # <- first of them
-        return DataLoader(Subset(load("all"), first))
-
-    def test_dataloader(self) -> Any:
-        rows = load("all")  # <- all of them
-        return DataLoader(Subset(rows, range(len(os.sep))))
-
-
-@pytest.mark.parametrize(
-    ("hook", "mark"),
-    [("train_dataloader", "counted"), ("val_dataloader", "first of them"), ("test_dataloader", "all of them")],
-)
-def test_how_many_of_the_first_samples_is_decided_by_their_number(hook: str, mark: str) -> None:
-    assert data_made_at(Counted(), hook) == place(mark, hook)
-
-
 class Read:
     """Reads what it is given."""
 

@@ -74,26 +74,6 @@ def test_a_skipped_pass_is_blamed_on_the_only_line_that_leads_around_it(ways: tu
     assert any("train.py:61" in evidence.text for evidence in finding.evidence)
 
 
-@pytest.mark.parametrize(
-    ("ways", "rule", "ranks", "location"),
-    [
-        ((RETURN,), "skipped-step", (0, 1), RETURN),
-        ((GUARD,), "diverged-collectives", (2,), CRITIC),
-        ((RETURN, HALVES), "diverged-collectives", (2,), CRITIC),
-    ],
-    ids=["a jump", "a condition", "several"],
-)
-def test_of_passes_in_a_loop_those_that_left_it_early_have_skipped_some(
-    ways: tuple[str, ...], rule: str, ranks: tuple[int, ...], location: str
-) -> None:
-    """The one that has not left it is a minority, and has made no more than its loop allows."""
-    known = {"led_around": {CRITIC: ways}, "conditions_around": (GUARD,)}
-    few = replace(batches((2,), (2,), called=((CRITIC,) * 2,) * 2), **known)  # type: ignore[arg-type]
-    many = replace(batches((2,), (4,), called=((CRITIC,) * 2, (CRITIC,) * 4)), **known)  # type: ignore[arg-type]
-    finding = first(stepping(few, few, many))
-    assert (finding.rule, finding.ranks, finding.location) == (rule, ranks, location)
-
-
 def test_a_condition_around_the_pass_decides_and_the_pass_is_named() -> None:
     whole, short = (GENERATOR, CRITIC), (GENERATOR,)
     waits = batches((2,), (2,), called=(whole, whole), under_way=True)

@@ -8,7 +8,7 @@ given, and for all other data, it is where the data is made.
 import ast
 import inspect
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from types import FrameType, GeneratorType
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from lightning_ncclsafe.code.side_thread import SideThread
 from lightning_ncclsafe.facts import Branch, Decides
-from lightning_ncclsafe.probes.data.made_at import chooses, function_called, made_at, place_of
+from lightning_ncclsafe.probes.data.made_at import chooses, function_called, made_at, place_of, takes
 from lightning_ncclsafe.probes.data.reading import goes_through_all, is_indices, is_iterable, plain_attribute
 from lightning_ncclsafe.probes.process.stacks import is_own_file
 from lightning_ncclsafe.probes.source.assignments import Given, methods_of, only_assignment, returned, variable
@@ -31,6 +31,10 @@ _MOST_NAMES = 8
 _DECIDE = (Decides.RANK, Decides.VALUE, Decides.EXCEPTION)
 _WORKER = re.compile(r"\b(?:worker|worker_info|worker_id|num_workers|num_replicas)\b")
 _FILLING = ("append", "extend", "insert", "add", "update", "setdefault", "pop", "remove", "discard", "clear")
+# islice(rows, rank, None, world_size)
+_BOUNDS = 2
+_FLAG = re.compile(r"^(?:else of )?if (?:not )?self\.\w+:")
+_LENGTH = re.compile(r"\blen\((?:self\.)?(\w+)\)")
 _reading = SideThread("ncclsafe-source")
 
 
@@ -95,7 +99,7 @@ def _ends_at(loader: Any, given: Any, hook: str, frame: FrameType | None, by_len
             return ""  # they decide, wherever they are made
         found = _of_object(one, by_length)
         if found.given not in (_BASE, _GIVEN):
-            return found.place or _share_taken_at(type(one))
+            return found.place or ("" if by_length else _share_taken_at(type(one)))
         if found.given == _GIVEN:
             break
     else:
@@ -137,48 +141,91 @@ def _of_iterable(one: Any) -> _DataEnd:
 
 
 def _share_taken_at(owner: type) -> str:
-    """The only line of a class, and of the functions that it calls, that takes a rank's share; else empty.
+    """The only line that takes a rank's share of what an object iterates; empty if there is none, or another decides.
 
-    Several lines decide how much the object yields. If none of them leaves out samples, ranks have different amounts
-    since their shares were taken.
+    Several lines decide how much the object yields. If none of them leaves anything out, the shares differ.
     """
-    scopes = {*methods_of(owner).values()}
-    new = scopes
-    for _ in range(_MOST_CALLS):
-        called = {function_called(call, scope, owner) for scope in new for call in scope.each(ast.Call)}
-        new = {scope for scope in called if scope is not None} - scopes
-        scopes = scopes | new
-    if any(_leaves_out(node, scope) for scope in scopes for node in scope.nodes if isinstance(node, _YIELDS)):
+    read = _with_called([_method_of(owner, "__iter__")], owner)
+    if any(map(_leaves_out, read)):
         return ""
-    lines = {scope.place(node.lineno) for scope in scopes for node in scope.each(ast.expr) if _is_share(node, scope)}
+    lines = {scope.place(node.lineno) for scope in read for node in scope.each(ast.expr) if _is_share(node, scope)}
+    attributes = {node.attr for scope in read for node in scope.each(ast.Attribute) if is_of_self(node)}
+    made = methods_of(owner).get("__init__", Scope())
+    for given in made.each(ast.Assign):
+        if any(is_of_self(target) and name_of(target) in attributes for target in given.targets):
+            nodes = [node for node in ast.walk(given.value) if isinstance(node, ast.expr)]
+            lines |= {made.place(node.lineno) for node in nodes if _is_share(node, made)}
+            called = (function_called(node, made, owner) for node in nodes if isinstance(node, ast.Call))
+            each = ((scope, node) for scope in called if scope is not None for node in scope.each(ast.expr))
+            lines |= {scope.place(node.lineno) for scope, node in each if _is_share(node, scope)}
     return lines.pop() if len(lines) == 1 else ""
 
 
-def _leaves_out(node: ast.Yield | ast.YieldFrom, scope: Scope) -> bool:
-    """Whether a generator passes over items, for what they are or as they cannot be read, before it yields the rest.
+def _with_called(scopes: list[Scope], owner: type) -> list[Scope]:
+    """These functions, and those that they call, as far as they are known."""
+    found = {scope: None for scope in scopes}
+    for _ in range(_MOST_CALLS):
+        called = [function_called(call, scope, owner) for scope in found for call in scope.each(ast.Call)]
+        found |= {scope: None for scope in called if scope is not None}
+    return [*found]
 
-    A condition around what is no item of the loop closes a batch, or a buffer.
+
+def _leaves_out(scope: Scope) -> bool:
+    """Whether a function may leave something out: what it is, or whether it can be read, decides if it is yielded.
+
+    A condition on the length of a list that the function fills only closes a batch; one on a flag of the object, or on
+    the rank, decides alike for all of its items.
     """
-    branches = [one for one in scope.branches_around(node.lineno) if one.on in (Decides.VALUE, Decides.EXCEPTION)]
-    loops = (one for one in scope.each(ast.For) if any(inner is node for inner in ast.walk(one)))
-    items = {part.id for one in loops for part in ast.walk(one.target) if isinstance(part, ast.Name)}
-    is_item = any(isinstance(part, ast.Name) and part.id in items for part in ast.walk(node))
-    around = [one for one in branches if not one.jump and not RANK_WORDS.search(one.test)]
-    return (is_item and bool(around)) or any(one.jump == "continue" for one in branches)
+    filling = [*scope.calls(_FILLING)]
+    filled = {name_of(call.func.value) for call in filling if isinstance(call.func, ast.Attribute)}
+    lines = {node.lineno for node in (*filling, *scope.each(ast.Yield), *scope.each(ast.YieldFrom))}
+    branches = {one for line in lines for one in scope.branches_around(line) if one.on in _DECIDE}
+    selects = any(one.on is not Decides.RANK and not _is_no_choice(one.test, filled) for one in branches)
+    tries = any(True for _ in scope.each(ast.Try))
+    filtered = any(one.ifs for one in scope.each(ast.comprehension))
+    chosen = any(
+        (takes(call) and not _is_share(call, scope)) or name_of(call.func) == "super" for call in scope.each(ast.Call)
+    )
+    return selects or tries or filtered or chosen
+
+
+def _is_no_choice(test: str, filled: Collection[str]) -> bool:
+    length = _LENGTH.search(test)
+    return bool(_FLAG.search(test)) or (length is not None and length[1] in filled)
 
 
 def _is_share(node: ast.expr, scope: Scope) -> bool:
     """Whether an expression takes every n-th item for a rank, or its range of them."""
     if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Slice):
-        return any(_is_of_rank(one, scope) for one in (node.slice.lower, node.slice.step) if one is not None)
-    if isinstance(node, ast.Compare):
-        return any(isinstance(one, ast.Mod) for one in ast.walk(node)) and _is_of_rank(node, scope)
-    bounds = node.args[1:] if isinstance(node, ast.Call) and name_of(node.func) == "islice" else []
-    return any(_is_of_rank(one, scope) for one in bounds)
+        lower, upper, step = node.slice.lower, node.slice.upper, node.slice.step
+        targets = (one.target for one in scope.each(ast.For))
+        items = {node.id for target in targets for node in ast.walk(target) if isinstance(node, ast.Name)}
+        is_bounded = lower is not None and (step or upper) is not None
+        return is_bounded and name_of(node.value) not in items and _is_of_rank(lower, scope)
+    if isinstance(node, ast.Call) and name_of(node.func) == "islice" and len(node.args) > _BOUNDS:
+        return _is_of_rank(node.args[1], scope)
+    return isinstance(node, ast.Compare) and _is_turn(node, scope)
 
 
-def _is_of_rank(value: ast.expr, scope: Scope) -> bool:
+def _is_turn(test: ast.Compare, scope: Scope) -> bool:
+    """Whether it is the condition under which a rank keeps, or passes over, the item with this number."""
+    sides = [test.left, *test.comparators]
+    counted = [one for one in sides if isinstance(one, ast.BinOp) and isinstance(one.op, ast.Mod)]
+    others = [one for one in sides if one not in counted]
+    if len(counted) != 1 or len(others) != 1 or not _is_of_rank(others[0], scope):
+        return False
+    guarded = (node for one in scope.each(ast.If) if one.test is test for part in one.body for node in ast.walk(part))
+    return any(isinstance(node, (*_YIELDS, ast.Continue)) or _fills(node) for node in guarded)
+
+
+def _fills(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and name_of(node.func) in _FILLING
+
+
+def _is_of_rank(value: ast.expr | None, scope: Scope) -> bool:
     """Whether an expression, or a variable in it, is about the rank."""
+    if value is None:
+        return False
     names = {node.id for node in ast.walk(value) if isinstance(node, ast.Name)}
     given = (one.value for one in scope.each(ast.Assign) for target in one.targets if name_of(target) in names)
     return any(RANK_WORDS.search(ast.unparse(one)) for one in (value, *given))

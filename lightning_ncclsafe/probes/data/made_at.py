@@ -120,7 +120,7 @@ def place_of(made: Given | None, owner: type | None, *, is_number: bool = False)
         owner: The class of the object whose method made it; None if that is no method, or it is not known.
         is_number: Whether the question is how much of it there is, whatever its order.
     """
-    found = _deciding(made, owner, _MOST_CALLS, _takes if is_number else chooses)
+    found = _deciding(made, owner, _MOST_CALLS, takes if is_number else chooses)
     return found.scope.place(found.line) if found is not None else ""
 
 
@@ -150,10 +150,8 @@ def _chosen_within(made: Given, owner: type | None, calls: int, is_choice: _IsCh
         inside = _deciding(returned(scope), owner, calls - 1, is_choice) if scope is not None else None
         if inside is not None and inside.value is not None and is_choice(inside.value):
             return inside
-        if (index := _indices(call)) is None:
-            continue
-        indices = made._replace(value=index) if _counts(index) else _assigned(index, made, owner)
-        if indices is not None and indices.value is not None and (_counts(indices.value) or is_choice(indices.value)):
+        indices = _assigned(index, made, owner) if (index := _indices(call)) is not None else None
+        if indices is not None and indices.value is not None and is_choice(indices.value):
             return indices
     return None
 
@@ -214,21 +212,6 @@ def _loaders_of(call: ast.Call, hook: str) -> ast.expr | None:
     return argument_of(call, _KEYWORDS.get(hook, ""), "dataloaders", position=position)
 
 
-def _counts(indices: ast.expr) -> bool:
-    """Whether indices are so many of the first ones, or a range of them, by a number that is computed."""
-    if isinstance(indices, ast.Subscript) and isinstance(indices.slice, ast.Slice):
-        bounds = [indices.slice.lower, indices.slice.upper]
-    else:
-        is_range = isinstance(indices, ast.Call) and name_of(indices.func) == "range"
-        bounds = [*indices.args] if isinstance(indices, ast.Call) and is_range else []
-    return any(not _is_length(bound) for bound in bounds if bound is not None)
-
-
-def _is_length(value: ast.expr) -> bool:
-    """Whether it is a constant, or the length of something: what all ranks have alike that have the same data."""
-    return isinstance(value, ast.Constant) or (isinstance(value, ast.Call) and name_of(value.func) == "len")
-
-
 def _held(value: ast.expr) -> ast.expr | None:
     """The name or call whose data an expression holds as it is; None if its own line decides."""
     if isinstance(value, (ast.Name, ast.Attribute)):
@@ -271,7 +254,7 @@ def chooses(value: ast.expr) -> bool:
     return _is_choice_by(_CHOOSING | _ORDERING, value)
 
 
-def _takes(value: ast.expr) -> bool:
+def takes(value: ast.expr) -> bool:
     """The same without what only puts it in an order, and so does not decide how much there is."""
     return _is_choice_by(_CHOOSING, value)
 

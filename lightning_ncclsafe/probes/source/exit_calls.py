@@ -4,6 +4,7 @@ They are searched for in the files of all modules that are loaded, which other r
 """
 
 import ast
+import itertools
 import os
 import re
 import signal
@@ -11,12 +12,13 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from lightning_ncclsafe.facts import ExitCall
 from lightning_ncclsafe.probes.process.stacks import is_user_code
-from lightning_ncclsafe.probes.source.left_timers import ways_out
+from lightning_ncclsafe.probes.source import left_timers
 from lightning_ncclsafe.probes.source.syntax import FUNCTIONS, file_of, parsed, source_text
 
 # The other ranks wait while one reads the source.
@@ -35,6 +37,7 @@ _EXITS = {"os._exit": False, "sys.exit": True}
 _OWN_PID = "os.getpid"
 # The signal that each timer sends: setitimer(2).
 _TIMERS = {"ITIMER_REAL": "SIGALRM", "ITIMER_VIRTUAL": "SIGVTALRM", "ITIMER_PROF": "SIGPROF"}
+_CANCELS = ("alarm", "setitimer")
 _FORKS = ("os.fork", "os.forkpty", "pty.fork")
 _OF_INTEREST = ("os", "sys", "signal", "pty", "resource")
 
@@ -73,22 +76,34 @@ def exit_calls(most_s: float = _MOST_S) -> tuple[ExitCall, ...]:
 
 
 def _with_way_out(call: ExitCall, files: Iterable[str], ends_s: float) -> ExitCall:
-    """The same timer; with the line at which a function is left while it runs, if there is one such line."""
+    """The same timer; with the line at which a function returns while it runs, if there is one such line."""
+    with suppress(RecursionError):  # of an expression, or a chain of conditions, without end
+        found = [*itertools.islice(_ways_out(call, files, ends_s), 2)]
+        return replace(call, left_at=found[0]) if len(found) == 1 else call
+    return call
+
+
+def _ways_out(call: ExitCall, files: Iterable[str], ends_s: float) -> Iterator[str]:
+    """``"file:line in function"`` of each such line; a second one if there was no time to look for it."""
     own = call.place.rpartition(":")[0]
-    every = [own, *(file for file in files if file != own)]
-    trees = [parsed(source_text(file)) for file in every if time.monotonic() < ends_s]
-    if len(trees) < len(every):
-        return call
-    names = _names(trees[0])
-    found = ways_out(
-        trees[0],
-        trees[1:],
-        sets=lambda one: bool(_signal_of_timer(_called(one, names), one)),
-        cancels=lambda one: _cancels_timer(_called(one, names), one),
-    )
-    if len(found) != 1:
-        return call
-    return replace(call, left_at=f"{every[found[0].file]}:{found[0].line} in {found[0].function}")
+    tree = parsed(source_text(own))
+    names = _names(tree)
+
+    def sets(one: ast.Call) -> bool:
+        return _signal_of_timer(_called(one, names), one) == call.signal
+
+    def cancels(one: ast.Call) -> bool:
+        return _signal_of_cancelled(_called(one, names), one) == call.signal
+
+    helpers = left_timers.helpers_in(tree, sets, cancels)
+    yield from (f"{own}:{line} in {name}" for line, name in left_timers.returns_in(tree, sets, cancels, _CANCELS))
+    for file in (own, *(one for one in files if one != own)) if helpers.setting else ():
+        text = source_text(file)
+        if time.monotonic() > ends_s:
+            yield from ("", "")
+        if file == own or any(name in text for name in helpers.imported):
+            found = left_timers.returns_with(parsed(text), helpers)
+            yield from (f"{file}:{line} in {name}" for line, name in found)
 
 
 def _loaded_files() -> list[str]:
@@ -196,9 +211,12 @@ def _signal_of_timer(called: str, node: ast.Call) -> str:
     return "SIGXCPU" if called == "resource.setrlimit" and _last_name(node.args[0]) == "RLIMIT_CPU" else ""
 
 
-def _cancels_timer(called: str, node: ast.Call) -> bool:
-    position = {"signal.alarm": 0, "signal.setitimer": 1}.get(called, len(node.args))
-    return position < len(node.args) and _is_zero(node.args[position])
+def _signal_of_cancelled(called: str, node: ast.Call) -> str:
+    """The signal of the timer that this call cancels; empty for others."""
+    if called == "signal.alarm" and len(node.args) == 1:
+        return "SIGALRM" if _is_zero(node.args[0]) else ""
+    is_cancelled = called == "signal.setitimer" and len(node.args) > 1 and _is_zero(node.args[1])
+    return _TIMERS.get(_last_name(node.args[0]), "") if is_cancelled else ""
 
 
 def _last_name(node: ast.expr) -> str:

@@ -26,7 +26,6 @@ from lightning_ncclsafe.rules.kit import (
     exception_place,
     finding,
     hang_rule,
-    have_left_early,
     how_we_know,
     is_in,
     is_in_action,
@@ -104,7 +103,7 @@ def skipped_step(view: Timeline) -> Iterator[Finding]:
         other = different_counts(view)
         if skipped:
             yield _finding(view, skipped, Confidence.LIKELY)
-        elif other is not None and (not other.is_more or have_left_early(view, other)):
+        elif other is not None and not other.is_more:
             yield _counts_finding(view, other)
         elif other is None and (left_out := _pass_left_out(view)) is not None:
             yield _left_out_finding(view, left_out)
@@ -209,7 +208,7 @@ def _inspected_finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
 
 
 def _counts_finding(view: Timeline, counts: DifferentCounts) -> Finding:
-    ranks = counts.with_fewer if counts.is_more else counts.ranks
+    ranks = counts.ranks
     # Ranks need each other for backward passes, but not for an optimizer's step.
     so = "so since then gradients of different passes are reduced together, or wait for each other"
     if not counts.are_exchanged:

@@ -101,12 +101,6 @@ class DifferentCounts(NamedTuple):
         return self.kind == 0 and (is_more or self._is_searched)
 
     @property
-    def with_fewer(self) -> tuple[int, ...]:
-        """The ranks that have made fewer than any other."""
-        by_count = self._by_count()
-        return tuple(sorted(rank for count, ranks in by_count.items() if count < max(by_count) for rank in ranks))
-
-    @property
     def location(self) -> str:
         """A line from which they have made a call more than others, or more often; empty if unknown."""
         usual = Counter[str]()
@@ -189,14 +183,6 @@ def _with_passed(view: Timeline, made: dict[int, BatchCounts]) -> dict[int, Batc
         return bool(ahead) and all(has_passed(lines.get(rank, ()), lines.get(other, ())) for other in ahead)
 
     return {rank: _as_of(one, one.of(0) < most and is_past(rank)) for rank, one in made.items()}
-
-
-def have_left_early(view: Timeline, counts: DifferentCounts) -> bool:
-    """Whether ranks with fewer passes have left a loop of passes by a jump: nothing else leads around its only call."""
-    steps = [facts.steps for facts in view.facts.values()]
-    ways = {way for one in steps for way in one.led_around.get(counts.called_at, ())}
-    conditions = {place for one in steps for place in one.conditions_around}
-    return counts.kind == 0 and len(ways) == 1 and ways.isdisjoint(conditions)
 
 
 def skips_steps(view: Timeline) -> tuple[str, ...]:

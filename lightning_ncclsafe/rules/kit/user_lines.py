@@ -193,10 +193,11 @@ def with_decision(view: Timeline, finding: Finding) -> Finding:
     )
     # Nobody wrote that call: what is to be looked at is how often the model is run.
     if deciding.is_of_unit and deciding.is_of_loop and deciding.branches[0][0].function != deciding.at.function:
-        # Of two ranks, the one that still runs the model goes through the loop more often.
-        going_on = tuple(sorted({*finding.ranks} - {*deciding.around}))
-        ranks = going_on if len(finding.ranks) == 2 == len(view.facts) else finding.ranks
-        return as_concluded(replace(finding, ranks=ranks or finding.ranks), deciding)
+        # Of two ranks, the one that still runs the model makes more passes; at a jump, it is the other one that left.
+        is_of_two = len(finding.ranks) == len(view.facts) == view.job.world_size == 2
+        is_longer = is_of_two and bool(deciding.around) and not deciding.branches[0][1].jump
+        ranks = tuple(sorted({*finding.ranks} - {*deciding.around})) if is_longer else finding.ranks
+        return as_concluded(replace(finding, ranks=ranks), deciding)
     # Without a majority, the rank that made the call may have been named, although it is the other one that jumped.
     is_other_side = 0 < 2 * len(deciding.around) <= len(view.facts) and finding.ranks != deciding.around
     has_jumped = deciding.is_of_rank or _is_early_exit(view, deciding)

@@ -25,7 +25,6 @@ from lightning_ncclsafe.rules.kit import (
     finding,
     finished_ahead,
     gloo_abort_words,
-    have_left_early,
     is_gone,
     is_in,
     location_of,
@@ -143,7 +142,7 @@ def _two_threads(view: Timeline) -> Finding | None:
 def _more_passes(view: Timeline) -> Finding | None:
     """A rank has made one more backward pass, whose gradients are reduced with something else of the others."""
     counts = different_counts(view) if view.waiting and not view.raised else None
-    if counts is None or not counts.is_more or have_left_early(view, counts):
+    if counts is None or not counts.is_more:
         return None
     ranks = counts.ranks
     are_all = len(ranks) == len(counts.made)
