@@ -42,8 +42,8 @@ class ExitCall:
         status: The status with which the process exits; None if it is no constant, or the process is ended by a signal.
         signal: The signal that the process sends itself, or gets from a timer, ``"SIGABRT"``; empty for an exit.
         raises: Whether it raises SystemExit, which ends the process only once it has left the main thread's program.
-        left_at: ``"file:line in function"`` of the only ``return`` or ``raise`` by which a function is left while the
-            timer runs, although it cancels the timer later; empty if there is none.
+        left_at: ``"file:line in function"`` of the only ``return`` of a function that has set the timer and cancels it
+            later; empty if there is none, or several.
     """
 
     code: str

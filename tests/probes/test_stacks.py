@@ -279,7 +279,7 @@ def test_the_main_thread_is_where_autograds_thread_is(monkeypatch: pytest.Monkey
     """Only its own thread has not been started by Python."""
     mine = threading.get_ident()
     seen = {mine: (HOOK, ENGINE), mine + 1: (OF_PYTHON, HOOK), mine + 2: (HOOK,)}
-    monkeypatch.setattr(stacks.sys, "_current_frames", lambda: seen)
+    monkeypatch.setattr(stacks, "current_frames", lambda: seen)
     monkeypatch.setattr(stacks, "thread_stack", seen.__getitem__)
     assert stacks.main_thread_stack() == (HOOK, ENGINE)
     monkeypatch.setattr(stacks.sys.modules["torch.cuda"], "is_initialized", lambda: True)

@@ -5,7 +5,6 @@ that waits for a socket, a pipe, storage, a child process or a time sleeps elsew
 """
 
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ from lightning_ncclsafe.code.side_thread import own_threads
 from lightning_ncclsafe.probes.absent import file_text, or_none
 from lightning_ncclsafe.probes.process.main_thread import times_woken, wait_channel
 from lightning_ncclsafe.probes.process.stacks import place_in
+from lightning_ncclsafe.probes.process.thread_frames import current_frames
 
 _PROC = Path("/proc")
 _MOST_PROCESSES = 256
@@ -87,7 +87,7 @@ def _serves(folder: Path) -> bool:
 
 def _housekeeping() -> Iterator[int]:
     """The kernel's numbers of threads of this process for which no other waits, such as a progress bar's."""
-    stacks = sys._current_frames()
+    stacks = current_frames()
     for thread in threading.enumerate():
         frame = stacks.get(thread.ident or 0)
         while frame is not None:

@@ -26,6 +26,7 @@ from lightning_ncclsafe.code.raised import text_of
 from lightning_ncclsafe.code.side_thread import OWN_THREADS
 from lightning_ncclsafe.facts import CaughtException, ExceptionFacts, Frame
 from lightning_ncclsafe.probes.process.stacks import is_user_code, place_in, seen_frame, training_thread, with_source
+from lightning_ncclsafe.probes.process.thread_frames import current_exceptions
 from lightning_ncclsafe.probes.source.scopes import function_in
 from lightning_ncclsafe.probes.source.syntax import file_of, statements_in, syntax_tree
 
@@ -208,9 +209,8 @@ class CaughtExceptions:
 def handled_now() -> Exception | None:
     """The exception that the main thread handles at this moment."""
     with suppress(Exception):
-        current = sys._current_exceptions().get(training_thread().ident or 0)
-        # A tuple before Python 3.12.
-        error: Any = current[1] if isinstance(current, tuple) else current
+        current = current_exceptions().get(training_thread().ident or 0)
+        error = current[1] if isinstance(current, tuple) else current
         return error if isinstance(error, Exception) else None
     return None
 

@@ -1,7 +1,6 @@
 """File locks: the one that this process's main thread waits for, who holds it, and those that this process holds."""
 
 import os
-import sys
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -21,6 +20,7 @@ from lightning_ncclsafe.probes.process.caught import handled_now
 from lightning_ncclsafe.probes.process.main_thread import system_call
 from lightning_ncclsafe.probes.process.open_files import open_files
 from lightning_ncclsafe.probes.process.stacks import main_thread_frames, training_thread
+from lightning_ncclsafe.probes.process.thread_frames import current_frames
 from lightning_ncclsafe.probes.source.scopes import scope_at
 
 _PROC = Path("/proc")
@@ -136,7 +136,7 @@ def _attempted() -> FileLockFacts | None:
         return None
     # A link to a file of its own is made with two names, of which the second is that of the lock.
     path = error.filename2 or error.filename
-    frame = sys._current_frames().get(training_thread().ident or 0)
+    frame = current_frames().get(training_thread().ident or 0)
     if frame is not error.__traceback__.tb_frame or not isinstance(path, (str, bytes)):
         return None
     code = frame.f_code

@@ -34,6 +34,7 @@ from lightning_ncclsafe.code.marks import mark_at
 from lightning_ncclsafe.code.raised import text_of
 from lightning_ncclsafe.code.side_thread import SideThread
 from lightning_ncclsafe.facts import ExceptionFacts, Frame
+from lightning_ncclsafe.probes.process.thread_frames import current_frames
 from lightning_ncclsafe.probes.source.control_flow import control_flow
 
 T = TypeVar("T")
@@ -82,7 +83,7 @@ def main_thread_stack() -> tuple[Frame, ...]:
     stack = thread_stack(main)
     if not _is_in_backward(stack) or not _uses_cuda():
         return stack
-    return with_backward(stack, (thread_stack(ident) for ident in [*sys._current_frames()] if ident != main))
+    return with_backward(stack, (thread_stack(ident) for ident in [*current_frames()] if ident != main))
 
 
 def with_backward(main: tuple[Frame, ...], others: Iterable[tuple[Frame, ...]]) -> tuple[Frame, ...]:
@@ -113,7 +114,7 @@ def _uses_cuda() -> bool:
 
 def thread_stack(ident: int) -> tuple[Frame, ...]:
     """The Python stack of any thread of this process."""
-    frame = sys._current_frames().get(ident)
+    frame = current_frames().get(ident)
     inner = _frames(itertools.starmap(place_in, traceback.walk_stack(frame)))
     deepest = tuple(replace(f, code=_line(f.file, f.line)) for f in inner[:1] if _is_read(f.file))
     return ((deepest or inner[:1]) + inner[1:])[::-1]
@@ -125,7 +126,7 @@ def calling_thread_stack() -> tuple[Frame, ...]:
     Autograd's thread does not count: its backward pass is the main thread's.
     """
     main = training_thread().ident or 0
-    stacks = (thread_stack(ident) for ident in [*sys._current_frames()] if ident != main)
+    stacks = (thread_stack(ident) for ident in [*current_frames()] if ident != main)
     if _is_in_backward(thread_stack(main)):
         stacks = (stack for stack in stacks if stack and _is_of_python(stack[0]))
     return stack_in_collective(stacks)
@@ -295,7 +296,7 @@ def training_thread_number() -> int:
 
 def main_thread_frames(code: Code | None = None) -> Iterator[Any]:
     """The main thread's frames, innermost first; only those in there if that is given."""
-    frame = sys._current_frames().get(training_thread().ident or 0)
+    frame = current_frames().get(training_thread().ident or 0)
     for inner, _ in traceback.walk_stack(frame):
         if code is None or code.has(inner.f_code.co_filename, inner.f_code.co_name):
             yield inner

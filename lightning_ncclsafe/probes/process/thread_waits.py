@@ -8,7 +8,6 @@ statement holds the lock that the statement's expression names. None of the user
 import ast
 import linecache
 import re
-import sys
 import threading
 import traceback
 from collections.abc import Iterator
@@ -29,6 +28,7 @@ from lightning_ncclsafe.probes.process.stacks import (
     training_thread,
     with_source_in_time,
 )
+from lightning_ncclsafe.probes.process.thread_frames import current_frames
 from lightning_ncclsafe.probes.source.syntax import last_line, syntax_tree
 
 _LOCKS = (type(threading.Lock()), type(threading.RLock()))
@@ -75,7 +75,7 @@ def _running(awaited: list[Any]) -> Iterator[int]:
     # Not when this is imported: it is private, and a Python without it lacks this fact alone.
     task = pools._WorkItem.run.__code__
     wanted = {id(future) for future in awaited if future is not None}
-    for ident, innermost in sys._current_frames().items():
+    for ident, innermost in current_frames().items():
         if any(id(_future(frame)) in wanted for frame, _ in traceback.walk_stack(innermost) if frame.f_code is task):
             yield ident
 
@@ -141,7 +141,7 @@ def _text(use: _LockUse, frame: FrameType) -> str:
 def _holder(lock: Any) -> tuple[int | None, Frame | None]:
     """The thread that holds a lock, and where it acquired it, as far as each is known."""
     owner = _OWNER.search(repr(lock))
-    known = sys._current_frames()
+    known = current_frames()
     asked = [ident for ident in known if owner is None or ident == int(owner[1])]
     for ident in asked:
         frames = traceback.walk_stack(known[ident])

@@ -2,7 +2,6 @@
 
 import ast
 import itertools
-import sys
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from types import FunctionType
@@ -14,6 +13,7 @@ from lightning_ncclsafe.facts.phase_kinds import FIRST_BATCH, PhaseKind, make_ph
 from lightning_ncclsafe.probes.data.data_line import data_line
 from lightning_ncclsafe.probes.host.resources import filesystem_of
 from lightning_ncclsafe.probes.process.stacks import is_user_code, training_thread
+from lightning_ncclsafe.probes.process.thread_frames import current_frames
 from lightning_ncclsafe.probes.source.scopes import (
     Scope,
     attributes_set,
@@ -167,7 +167,7 @@ class TrainerProbe:
 
     def data_ends_at(self) -> dict[str, str]:
         """For each stage whose loaders exist, the line that decides how many batches they have; a search in source."""
-        frame = sys._current_frames().get(training_thread().ident or 0)
+        frame = current_frames().get(training_thread().ident or 0)
         found: dict[str, str] = {}
         for phase, loop in self._loops().items():
             source = getattr(loop, "_data_source", None)

@@ -37,7 +37,7 @@ class ExitCalls(NamedTuple):
         """``"signal.alarm(5) at data.py:18 in limit"``, and where that is left set; empty without an only one."""
         if self.only is None:
             return ""
-        left = f", which is left set at {short_place(self.only.left_at)}" if self.only.left_at else ""
+        left = f", which may be left set at {short_place(self.only.left_at)}" if self.only.left_at else ""
         return f"{self.only.code} at {short_place(self.only.place)}{left}"
 
     @property
@@ -65,6 +65,9 @@ class ExitCalls(NamedTuple):
             does = "limits CPU time" if self.only.signal == _CPU_TIME else does
             text = f"Of all code of yours that is loaded, only {self.only.code} at {at} {does}."
             yield Evidence(source="source code", rank=rank, text=text)
+            if self.only.left_at:
+                text = f"It is cancelled later than the `return` at {short_place(self.only.left_at)}, and not before."
+                yield Evidence(source="source code", rank=rank, text=text)
             return
         for call in self.possible if self.is_short else ():
             text = f"{call.code} at {short_place(call.place)} may end a process in this way."
@@ -102,5 +105,8 @@ def _known(view: Timeline) -> tuple[ExitCall, ...]:
             alike = call.code, short_place(call.place)
             # Two files of one rank may be copies of each other.
             often[alike] += 1
-            found.setdefault((*alike, often[alike]), call)
+            key = (*alike, often[alike])
+            # A rank without time to look for it, or of an older version, does not know where it is left set.
+            if key not in found or (call.left_at and not found[key].left_at):
+                found[key] = call
     return tuple(found.values())
