@@ -1,26 +1,28 @@
 """What all threads of this process are in, asked for so that nothing can hang on it.
 
-In Python 3.11, both functions create frame objects while they hold a lock of the interpreter, and so may start a
-garbage collection there, which runs Python code: finalizers, and ``gc.callbacks``. If another thread gets its turn
-meanwhile and starts a thread, both wait forever (python/cpython#106883); if it forks, the child does
-(python/cpython#112275): with 3.11.7 in 4 of 931 forks beside a thread that asks all the time. Later releases of 3.11
-are corrected, and since Python 3.12, garbage is collected after such a call.
+Before Python 3.12, both functions of ``sys`` create objects (frames, since 3.11) while they hold a lock of the
+interpreter, and so may start a garbage collection there, which runs Python code: finalizers, and ``gc.callbacks``. If
+another thread gets its turn meanwhile and starts a thread, both wait forever (python/cpython#106883); if it forks, the
+child does (python/cpython#112275): with 3.11.7, 4 of 931 children hung beside a thread that asks all the time. Later
+releases of 3.11 are corrected.
 """
 
 import gc
 import sys
 import threading
 from collections.abc import Callable
+from operator import methodcaller
 from types import FrameType
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
 _MAY_COLLECT = sys.version_info < (3, 12)
+_CALL = methodcaller("__call__")
 
 
 def current_frames() -> dict[int, FrameType]:
-    """The innermost frame of each thread, by its ident, see ``sys._current_frames``; of this thread, the caller's."""
+    """The innermost frame of each thread, by its ident, see ``sys._current_frames``; for this thread, that of the caller."""
     frames = _without_collecting(sys._current_frames)
     frames[threading.get_ident()] = sys._getframe(1)
     return frames
@@ -34,8 +36,10 @@ def current_exceptions() -> dict[int, Any]:
 def _without_collecting(read: Callable[[], T]) -> T:
     if not _MAY_COLLECT or not gc.isenabled():
         return read()
-    gc.disable()
     try:
-        return read()
-    finally:
+        # In one call of C code: no other thread gets its turn, and forks or asks, while nothing is collected.
+        _, result, _ = map(_CALL, (gc.disable, read, gc.enable))
+    except BaseException:
         gc.enable()
+        raise
+    return result  # type: ignore[no-any-return]
