@@ -70,8 +70,6 @@ class Frame:
             a condition.
         branches: What may lead around this line within its function, from outside in: the innermost 8. Only of the
             user's code.
-        over_set: The innermost loop around this line, in its function, that goes over a set, with its line number, such
-            as ``"for name in names  (line 45)"``: its order may differ between processes. Empty if there is none.
     """
 
     file: str
@@ -83,7 +81,6 @@ class Frame:
     mark: str = ""
     handler: str = ""
     branches: tuple[Branch, ...] = ()
-    over_set: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

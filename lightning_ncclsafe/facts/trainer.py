@@ -256,9 +256,6 @@ class StepFacts:
         new_groups_at: ``"file:line in setup"`` of the calls of ``new_group`` that all ranks have to make, in the user's
             functions that the main thread is in and those of the module and callbacks: the first 8; searched only while
             it has groups besides the default one.
-        groups_over_set: ``"file:line in setup"`` of the calls of ``new_group`` in a loop over a set, whose order may
-            differ between processes, in the files of the user's functions that the main thread is in: the first 8;
-            searched as ``new_groups_at`` is.
         accumulates_at: ``"file:line in on_train_batch_start"`` of each line that sets ``accumulate_grad_batches``, or
             calls ``no_sync`` or another function that keeps a pass from reducing; searched only if passes have reduced
             nothing.
@@ -310,7 +307,6 @@ class StepFacts:
     making: tuple[int, ...] = ()
     groups_at: tuple[str, ...] = ()
     new_groups_at: tuple[str, ...] = ()
-    groups_over_set: tuple[str, ...] = ()
     accumulates_at: tuple[str, ...] = ()
     timeouts_at: tuple[TimeoutLine, ...] = ()
 

@@ -74,7 +74,6 @@ _SEARCHED = {
     "set_at": "trainer",
     "timeouts_at": "steps",
     "new_groups_at": "steps",
-    "groups_over_set": "steps",
 }
 # What is read one after the other belongs together only if the rank has not continued meanwhile: otherwise its stack
 # shows a call that its recorder does not have. A rank that is at work continues again and again.
@@ -255,7 +254,6 @@ class RankProbe:
             "set_at": self._trainer.set_at,
             "timeouts_at": lambda: self._steps.timeouts_at() if self._steps else None,
             "new_groups_at": lambda: self._steps.new_groups_at() if self._steps else None,
-            "groups_over_set": lambda: self._steps.groups_over_set() if self._steps else None,
             "data_ends_at": self._trainer.data_ends_at,
             "exit_calls": lambda: exit_calls() if _has_ended(machine, parts.get("peers"), error) else None,
         }

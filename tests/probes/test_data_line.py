@@ -767,6 +767,54 @@ class StreamedByBudget(Streamed):
         yield from batch
 
 
+class StreamedIfShortOrFirst(Streamed):
+    def __iter__(self) -> Iterator[Any]:
+        batch: list[Any] = []
+        for name in self.mine:
+            if len(batch) < SIZE and name in self.first:
+                batch.append(name)
+            yield batch
+        yield from batch
+
+
+class StreamedIfFlagged(Streamed):
+    """The flag is about each sample."""
+
+    def look(self, name: str) -> None:
+        self.is_good = name in self.first
+
+    def __iter__(self) -> Iterator[Any]:
+        for name in self.mine:
+            self.look(name)
+            if self.is_good:
+                yield from read(name)
+        yield from self.first
+
+
+class StreamedOrNot(Streamed):
+    def __iter__(self) -> Iterator[Any]:
+        for name in self.mine:
+            found = read(name)
+            yield from found if found else self.first
+        yield from self.first
+
+
+class StreamedWhile(Streamed):
+    def __iter__(self) -> Iterator[Any]:
+        left = [*self.mine]
+        while left and left[0] in self.first:
+            yield left.pop()
+        yield from self.first
+
+
+class Parallel(Data):
+    def __iter__(self) -> Iterator[Any]:
+        for row in self.rows:
+            sample = {"ids": read(row)}
+            yield sample["ids"][self.rank * SIZE : (self.rank + 1) * SIZE]
+        yield from self.first
+
+
 class Heartbeat(Data):
     """Conditions on the rank that keep nothing, and a part of each sample."""
 
@@ -814,6 +862,11 @@ class Unused(Data):
         (StreamedIfReadable, ""),
         (StreamedOfRows, ""),
         (StreamedByBudget, ""),
+        (StreamedIfShortOrFirst, ""),
+        (StreamedIfFlagged, ""),
+        (StreamedOrNot, ""),
+        (StreamedWhile, ""),
+        (Parallel, ""),
         (Heartbeat, ""),
         (Rotated, ""),
         (Unused, ""),

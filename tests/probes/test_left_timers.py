@@ -78,6 +78,7 @@ def parse(text):
 LEFT = "if not text: return None  # <- here"
 TRIED = f"try:\n        {LEFT}\n    except ValueError:\n        text = ''"
 CLOSED = "\ndef run(text):\n    try:\n        parse(text)\n    finally:\n        signal.alarm(0)\n"
+DONE = "\ndef done():\n    signal.alarm(0)\n"
 SET, TIMER = "    signal.alarm(5)", "signal.setitimer(signal.ITIMER_PROF, 0)"
 CANCELLED = "if not text:\n        signal.alarm(0)\n        return None"
 
@@ -144,6 +145,13 @@ def test_a_way_out_that_leaves_a_timer_set(
             + "\ndef run(text):\n    try:\n        parse(text)\n    finally:\n        signal.alarm(0)\n",
         ),
         (of_class(LIMITS), OF_OBJECT.format(LEFT, "limit").replace("limit = Limit()", "limit = Profiler(Limit)")),
+        ("", DIRECT.format(f"while text:\n        signal.alarm(0)\n        break\n    {LEFT}")),
+        ("", DIRECT.format(LEFT).replace(SET, "    text and signal.alarm(5)")),
+        ("", DIRECT.format("if not text:\n        done()\n        return None") + DONE),
+        ("", DIRECT.format(LEFT) + "\ndef run(text):\n    parse(text)\n    signal.alarm(0)\n"),
+        (of_class(LIMITS) + "    def __exit__(self, *error):\n        self.stop()\n", OF_OBJECT.format(LEFT, "limit")),
+        (of_class(LIMITS), OF_OBJECT.format(LEFT, "limit").replace("from limits", "from threading")),
+        (of_functions(LIMITS), "import profiling\n" + OF_FUNCTIONS.format(LEFT).replace("limits.", "profiling.")),
         (of_class(LIMITS), OF_OBJECT.format(f"stack.callback(limit.stop)\n    {LEFT}", "limit")),
         ("", DIRECT.format(CANCELLED)),
         ("", DIRECT.format(f"{LEFT}\n    if len(text) > 9: return text")),

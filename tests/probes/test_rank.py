@@ -61,8 +61,7 @@ BEFORE_HOST_FACTS = [
 ]
 AFTER_HOST_FACTS = [
     *("file_lock", "held_locks", "awaited_file", "awaited_processes", "workers", "storage", "versions"),
-    *("ended_at", "validates_at", "set_at", "timeouts_at", "new_groups_at"),
-    *("groups_over_set", "data_ends_at", "exit_calls"),
+    *("ended_at", "validates_at", "set_at", "timeouts_at", "new_groups_at", "data_ends_at", "exit_calls"),
 ]
 
 

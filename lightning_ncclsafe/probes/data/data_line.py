@@ -8,6 +8,7 @@ given, and for all other data, it is where the data is made.
 import ast
 import inspect
 import re
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from functools import lru_cache
@@ -33,8 +34,8 @@ _WORKER = re.compile(r"\b(?:worker|worker_info|worker_id|num_workers|num_replica
 _FILLING = ("append", "extend", "insert", "add", "update", "setdefault", "pop", "remove", "discard", "clear")
 # islice(rows, rank, None, world_size)
 _BOUNDS = 2
-_FLAG = re.compile(r"^(?:else of )?if (?:not )?self\.\w+:")
-_LENGTH = re.compile(r"\blen\((?:self\.)?(\w+)\)")
+_FLAG = re.compile(r"(?:else of )?if (?:not )?self\.(\w+):  \(line ")
+_LENGTH = re.compile(r"(?:else of )?if len\((?:self\.)?(\w+)\) [<>=!]=? [\w.]+:  \(line ")
 _reading = SideThread("ncclsafe-source")
 
 
@@ -143,10 +144,12 @@ def _of_iterable(one: Any) -> _DataEnd:
 def _share_taken_at(owner: type) -> str:
     """The only line that takes a rank's share of what an object iterates; empty if there is none, or another decides.
 
-    Several lines decide how much the object yields. If none of them leaves anything out, the shares differ.
+    Asked where several lines decide how much the object yields. If they drop nothing, what differs between ranks is
+    their shares.
     """
     read = _with_called([_method_of(owner, "__iter__")], owner)
-    if any(map(_leaves_out, read)):
+    flags = _set_at_first_only(owner)
+    if any(_leaves_out(scope, flags) for scope in read):
         return ""
     lines = {scope.place(node.lineno) for scope in read for node in scope.each(ast.expr) if _is_share(node, scope)}
     attributes = {node.attr for scope in read for node in scope.each(ast.Attribute) if is_of_self(node)}
@@ -170,33 +173,50 @@ def _with_called(scopes: list[Scope], owner: type) -> list[Scope]:
     return [*found]
 
 
-def _leaves_out(scope: Scope) -> bool:
-    """Whether a function may leave something out: what it is, or whether it can be read, decides if it is yielded.
+def _set_at_first_only(owner: type) -> set[str]:
+    """The attributes of ``self`` that ``__init__`` alone sets."""
+    found: dict[str, set[str]] = defaultdict(set)
+    for name, method in methods_of(owner).items():
+        for node in method.each(ast.Attribute):
+            if is_of_self(node) and isinstance(node.ctx, ast.Store):
+                found[node.attr].add(name)
+    return {attribute for attribute, methods in found.items() if methods == {"__init__"}}
 
-    A condition on the length of a list that the function fills only closes a batch; one on a flag of the object, or on
-    the rank, decides alike for all of its items.
+
+def _leaves_out(scope: Scope, flags: Collection[str]) -> bool:
+    """Whether a function may drop an item, because of what it is, or because it cannot be read.
+
+    A condition on the length of a list that the function fills only closes a batch; one on the rank, or on a flag that
+    the object was given, decides alike for all of its items.
     """
     filling = [*scope.calls(_FILLING)]
     filled = {name_of(call.func.value) for call in filling if isinstance(call.func, ast.Attribute)}
-    lines = {node.lineno for node in (*filling, *scope.each(ast.Yield), *scope.each(ast.YieldFrom))}
+    yields = [node for node in scope.nodes if isinstance(node, _YIELDS)]
+    lines = {node.lineno for node in (*filling, *yields)}
     branches = {one for line in lines for one in scope.branches_around(line) if one.on in _DECIDE}
-    selects = any(one.on is not Decides.RANK and not _is_no_choice(one.test, filled) for one in branches)
+    selects = any(one.on is not Decides.RANK and not _is_no_choice(one.test, filled, flags) for one in branches)
+    loops = (one for one in scope.each(ast.While) if not isinstance(one.test, ast.Constant))
+    ends = any("len(" not in ast.unparse(one.test) or isinstance(one.test, ast.BoolOp) for one in loops)
     tries = any(True for _ in scope.each(ast.Try))
+    chosen = any(isinstance(one, ast.IfExp) for node in yields for one in ast.walk(node))
     filtered = any(one.ifs for one in scope.each(ast.comprehension))
-    chosen = any(
+    taken = any(
         (takes(call) and not _is_share(call, scope)) or name_of(call.func) == "super" for call in scope.each(ast.Call)
     )
-    return selects or tries or filtered or chosen
+    return selects or ends or tries or chosen or filtered or taken
 
 
-def _is_no_choice(test: str, filled: Collection[str]) -> bool:
-    length = _LENGTH.search(test)
-    return bool(_FLAG.search(test)) or (length is not None and length[1] in filled)
+def _is_no_choice(test: str, filled: Collection[str], flags: Collection[str]) -> bool:
+    length, flag = _LENGTH.match(test), _FLAG.match(test)
+    return (length is not None and length[1] in filled) or (flag is not None and flag[1] in flags)
 
 
 def _is_share(node: ast.expr, scope: Scope) -> bool:
     """Whether an expression takes every n-th item for a rank, or its range of them."""
     if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Slice):
+        # A part of each sample is another split, as for context parallelism.
+        if any(node is part for one in scope.each(ast.Yield) for part in ast.walk(one)):
+            return False
         lower, upper, step = node.slice.lower, node.slice.upper, node.slice.step
         targets = (one.target for one in scope.each(ast.For))
         items = {node.id for target in targets for node in ast.walk(target) if isinstance(node, ast.Name)}

@@ -314,14 +314,8 @@ def _with_source(frame: Frame) -> Frame:
     with_code = replace(frame, code=_line(frame.file, frame.line))
     if not frame.user:
         return with_code
-    known = control_flow(frame.file).around(frame.line)
-    return replace(
-        with_code,
-        branches=known.branches,
-        rank_condition=known.rank_condition,
-        handler=known.handler,
-        over_set=known.over_set,
-    )
+    branches, condition, handler = control_flow(frame.file).around(frame.line)
+    return replace(with_code, branches=branches, rank_condition=condition, handler=handler)
 
 
 def with_source_in_time(stack: Iterable[Frame]) -> tuple[Frame, ...]:

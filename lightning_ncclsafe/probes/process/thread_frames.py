@@ -22,7 +22,7 @@ _CALL = methodcaller("__call__")
 
 
 def current_frames() -> dict[int, FrameType]:
-    """The innermost frame of each thread, by its ident, see ``sys._current_frames``; for this thread, that of the caller."""
+    """The innermost frame of each thread, by its ident; for this thread, that of the caller."""
     frames = _without_collecting(sys._current_frames)
     frames[threading.get_ident()] = sys._getframe(1)
     return frames

@@ -21,7 +21,6 @@ from lightning_ncclsafe.probes.source.rank_names import (
     may_be_none,
     names_of_rank,
 )
-from lightning_ncclsafe.probes.source.set_loops import loop_over_set
 from lightning_ncclsafe.probes.source.syntax import (
     COMPREHENSIONS,
     FUNCTIONS,
@@ -62,13 +61,11 @@ class Around(NamedTuple):
             contains the line, with its line number: ``"if trainer.is_global_zero:  (line 41)"``; else empty.
         handler: The clause that handles an exception in the ``try`` around it, with its line number; empty if there is
             none, or if the line is also under a condition.
-        over_set: The innermost loop around it, in its function, that goes over a set, with its line number; else empty.
     """
 
     branches: tuple[Branch, ...] = ()
     rank_condition: str = ""
     handler: str = ""
-    over_set: str = ""
 
 
 class _Arm(NamedTuple):
@@ -109,8 +106,7 @@ class ControlFlow:
     def __init__(self, source: str, file: str = "") -> None:
         self._lines, self._file = source.split("\n"), file
         self._known: dict[int, Around] = {}
-        self._tree = parsed(source)
-        self._body = self._tree.body
+        self._body = parsed(source).body
         self._of_rank: RankNames | None = None
 
     def around(self, line: int) -> Around:
@@ -141,8 +137,7 @@ class ControlFlow:
                 is_before = not branch.jump or branch.line < line
                 if branch.on is Decides.RANK and is_before:
                     rank_condition = f"{PAST}{branch.jump} under {branch.test}" if branch.jump else branch.test
-        over_set = loop_over_set(self._tree, line)
-        return Around(tuple(branches[-_MOST_BRANCHES:]), rank_condition, handler or "", over_set)
+        return Around(tuple(branches[-_MOST_BRANCHES:]), rank_condition, handler or "")
 
     @cached_property
     def _state(self) -> frozenset[str]:

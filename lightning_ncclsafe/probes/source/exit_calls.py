@@ -37,7 +37,6 @@ _EXITS = {"os._exit": False, "sys.exit": True}
 _OWN_PID = "os.getpid"
 # The signal that each timer sends: setitimer(2).
 _TIMERS = {"ITIMER_REAL": "SIGALRM", "ITIMER_VIRTUAL": "SIGVTALRM", "ITIMER_PROF": "SIGPROF"}
-_CANCELS = ("alarm", "setitimer")
 _FORKS = ("os.fork", "os.forkpty", "pty.fork")
 _OF_INTEREST = ("os", "sys", "signal", "pty", "resource")
 
@@ -95,14 +94,16 @@ def _ways_out(call: ExitCall, files: Iterable[str], ends_s: float) -> Iterator[s
     def cancels(one: ast.Call) -> bool:
         return _signal_of_cancelled(_called(one, names), one) == call.signal
 
-    helpers = left_timers.helpers_in(tree, sets, cancels)
-    yield from (f"{own}:{line} in {name}" for line, name in left_timers.returns_in(tree, sets, cancels, _CANCELS))
+    module = os.path.basename(own).removesuffix(".py")
+    helpers = left_timers.helpers_in(tree, module, sets, cancels)
+    found = left_timers.returns_in(tree, sets, cancels, helpers)
+    yield from (f"{own}:{line} in {name}" for line, name in found)
     for file in (own, *(one for one in files if one != own)) if helpers.setting else ():
         text = source_text(file)
         if time.monotonic() > ends_s:
             yield from ("", "")
-        if file == own or any(name in text for name in helpers.imported):
-            found = left_timers.returns_with(parsed(text), helpers)
+        if file == own or module in text:
+            found = left_timers.returns_with(parsed(text), helpers, is_own=file == own)
             yield from (f"{file}:{line} in {name}" for line, name in found)
 
 

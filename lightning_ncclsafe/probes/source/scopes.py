@@ -117,10 +117,6 @@ class Scope:
         """
         return control_flow(self.file).around(line).rank_condition if self.file else ""
 
-    def loop_over_set(self, line: int) -> str:
-        """The innermost loop around a line of it that goes over a set: ``"for key in keys  (line 40)"``, or empty."""
-        return control_flow(self.file).around(line).over_set if self.file else ""
-
     def loops_around(self, lines: Collection[int]) -> list["Loop"]:
         """Its loops that have all of these lines, at least one, from inside out."""
         around = (loop for loop in self._loops if loop.first <= min(lines) and max(lines) <= loop.last)

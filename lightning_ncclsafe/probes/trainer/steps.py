@@ -23,15 +23,7 @@ from lightning_ncclsafe.probes.process.stacks import (
     main_thread_frames,
     main_thread_stack,
 )
-from lightning_ncclsafe.probes.source.scopes import (
-    MOST_PLACES,
-    Scope,
-    first_places,
-    places_in,
-    scope_of,
-    scopes_in,
-    scopes_of,
-)
+from lightning_ncclsafe.probes.source.scopes import MOST_PLACES, Scope, first_places, places_in, scope_of, scopes_in
 from lightning_ncclsafe.probes.source.syntax import is_constant
 from lightning_ncclsafe.probes.trainer import awaited_works, gradients, logged_keys
 from lightning_ncclsafe.probes.trainer.passes import Batch, BatchPasses
@@ -218,10 +210,6 @@ class StepRecord:
         """The calls of ``new_group`` that all ranks have to make; none while there is only the default group."""
         return _new_groups_of_all(logged_keys.users_of(self._trainer)) if process_groups.groups_made() > 1 else ()
 
-    def groups_over_set(self) -> tuple[str, ...]:
-        """The calls of ``new_group`` in a loop over a set; none while there is only the default group."""
-        return _new_groups_over_set() if process_groups.groups_made() > 1 else ()
-
     def _skipped_until(self, pending: int, error: str) -> tuple[int, Batch]:
         """The number of batches without a backward pass, and the last of them; the current batch is still unknown."""
         is_over = pending > 0 and (error.startswith(_REFUSED) or _batch_is_over(self._trainer))
@@ -343,13 +331,6 @@ def _new_groups_of_all(users: list[Any]) -> tuple[str, ...]:
     scopes = (*(scope for scope in entered if scope.is_function), *scopes_in(users))
     calls = ((scope, call) for scope in scopes for call in scope.calls(["new_group"]))
     return first_places(scope.place(call.lineno) for scope, call in calls if not _is_of_members(call))
-
-
-def _new_groups_over_set() -> tuple[str, ...]:
-    files = dict.fromkeys(scope_of(frame.f_code).file for frame in main_thread_frames())
-    scopes = (scope for file in files if file for scope in scopes_of(file))
-    calls = ((scope, call) for scope in scopes for call in scope.calls(["new_group"]))
-    return first_places(scope.place(call.lineno) for scope, call in calls if scope.loop_over_set(call.lineno))
 
 
 def _is_of_members(call: ast.Call) -> bool:

@@ -65,7 +65,6 @@ from lightning_ncclsafe.rules.kit import (
     unusual_calls,
     verb,
     where_evidence,
-    with_order_of_set,
 )
 
 _LOOP = re.compile(r"(?:async )?for (.+?) in ")
@@ -125,7 +124,7 @@ def mismatched_collective(view: Timeline) -> Iterator[Finding]:
     if view.raised:
         return
     if roots := different_roots(view):
-        yield with_order_of_set(view, _roots_finding(view, roots))
+        yield _roots_finding(view, roots)
     elif split is None:
         ended = aborted_by_gloo(view)
         explain = (aborted_model_run, aborted_elsewhere, continued_before_abort, left_out_unit)
@@ -135,7 +134,7 @@ def mismatched_collective(view: Timeline) -> Iterator[Finding]:
     elif len({call.op for call in split.calls.values()}) == 1:
         alike = same_purpose(view, split)
         if alike is not False and not send_different_units(view, split):
-            yield with_order_of_set(view, _finding(view, split, is_alike=bool(alike)))
+            yield _finding(view, split, is_alike=bool(alike))
 
 
 def _roots_finding(view: Timeline, different: DifferentRoots) -> Finding:

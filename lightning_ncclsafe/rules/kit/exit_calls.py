@@ -66,7 +66,8 @@ class ExitCalls(NamedTuple):
             text = f"Of all code of yours that is loaded, only {self.only.code} at {at} {does}."
             yield Evidence(source="source code", rank=rank, text=text)
             if self.only.left_at:
-                text = f"It is cancelled later than the `return` at {short_place(self.only.left_at)}, and not before."
+                at = short_place(self.only.left_at)
+                text = f"A line after the `return` at {at} cancels it, and none before it, as far as the source shows."
                 yield Evidence(source="source code", rank=rank, text=text)
             return
         for call in self.possible if self.is_short else ():

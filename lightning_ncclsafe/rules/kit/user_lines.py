@@ -37,11 +37,6 @@ from lightning_ncclsafe.rules.kit.wording import (
     short_place,
 )
 
-REMEDY_ORDER_OF_SET = (
-    "Loop over sorted(…) there, or over a list: Python hashes text with another seed in each process (PYTHONHASHSEED)."
-)
-"""What to do about calls in the order of a set."""
-
 # A reader of the code would look at the first of these first.
 _RANKED = (Decides.RANK, Decides.VALUE, Decides.PASSES, Decides.EXCEPTION)
 _LISTED = 4
@@ -81,23 +76,6 @@ def divergence_location(view: Timeline, split: Divergence, ranks: Iterable[int])
     is_skipped = bool(usual) and {c.site for c in others} == usual and usual.isdisjoint(c.site for c in own)
     calls = [*others, *own] if is_skipped else sorted([*own, *others], key=lambda call: call.site in earlier)
     return location_of(first_user_frame(call.stack for call in calls if call.site))
-
-
-def with_order_of_set(view: Timeline, finding: Finding) -> Finding:
-    """The same finding; if its line is in a loop over a set, also with that: the order of its calls may differ."""
-    stacks = [stack_of(view, rank) for rank in sorted({*view.facts, *view.witnesses})]
-    stacks += [call.stack for facts in view.facts.values() for call in facts.collectives]
-    frames = (frame for stack in stacks for frame in stack if frame.over_set)
-    frame = next((one for one in frames if location_of(one) == finding.location), None)
-    if frame is None:
-        return finding
-    words = f"{condition_words(frame.over_set)} goes over a set, whose order may differ between processes."
-    return replace(
-        finding,
-        summary=joined((finding.summary, words)),
-        decided_at=finding.decided_at or condition_place(frame.over_set, frame),
-        remedy=joined((REMEDY_ORDER_OF_SET, finding.remedy)),
-    )
 
 
 @dataclass(frozen=True, slots=True)

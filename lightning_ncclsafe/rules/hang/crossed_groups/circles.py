@@ -3,18 +3,15 @@
 import itertools
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 
 from lightning_ncclsafe.code.marks import Mark
 from lightning_ncclsafe.facts import Group, group_and_backend
 from lightning_ncclsafe.rules.kit import (
     FEW_STEPS,
-    REMEDY_ORDER_OF_SET,
     Confidence,
     Evidence,
     Finding,
     Timeline,
-    at_most_likely,
     call_location,
     circle_in,
     circle_of_p2p,
@@ -26,17 +23,14 @@ from lightning_ncclsafe.rules.kit import (
     group_words,
     in_own_call,
     is_of_fsdp,
-    joined,
     peer_waited_for,
     ranks_words,
     send_recv_pairs,
-    short_place,
     skipped_call,
     unit_of,
     wait_words,
     waits_in_one_group,
     where_evidence,
-    with_order_of_set,
 )
 
 _HOPS = 4
@@ -93,39 +87,6 @@ def _votes(view: Timeline, rank: int) -> bool:
 
 
 def _finding(view: Timeline, circle: dict[int, tuple[str, int]]) -> Finding:
-    entered = with_order_of_set(view, _entered(view, circle))
-    at = _made_over_set(view, circle)
-    if not at or entered.decided_at:
-        return entered
-    words = (
-        f"The groups are made in a loop over a set at {short_place(at)}, whose order may differ between processes; "
-        f"then one number means another group on each rank."
-    )
-    return replace(
-        entered,
-        # On each rank it may be that order which is the odd one.
-        ranks=tuple(sorted(circle)),
-        summary=joined((entered.summary, words)),
-        confidence=at_most_likely(entered.confidence),
-        location=at,
-        remedy=REMEDY_ORDER_OF_SET,
-    )
-
-
-def _made_over_set(view: Timeline, circle: dict[int, tuple[str, int]]) -> str:
-    """The only line that makes groups in a loop over a set, if none of the circle's groups has worked yet; else empty.
-
-    They have the same members, so that nothing else shows which of them is which.
-    """
-    names = {name for name, _ in circle.values()}
-    groups = [group for facts in view.facts.values() for group in facts.groups if group.name in names]
-    are_new = bool(groups) and all(group.last_completed <= 0 for group in groups)
-    are_alike = len({group.ranks for group in groups}) == 1
-    places = {place for facts in view.facts.values() for place in facts.steps.groups_over_set}
-    return places.pop() if are_new and are_alike and len(places) == 1 else ""
-
-
-def _entered(view: Timeline, circle: dict[int, tuple[str, int]]) -> Finding:
     skipped = tuple(rank for rank in circle if _has_skipped(view, rank, circle))
     is_decided = 0 < len(skipped) < len(circle)
     ranks = skipped if is_decided else _odd_ones(view, {name for name, _ in circle.values()}, tuple(circle))

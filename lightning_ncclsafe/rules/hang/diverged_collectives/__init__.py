@@ -28,7 +28,6 @@ from lightning_ncclsafe.rules.kit import (
     sole_receiver,
     unnoticed_shift,
     with_decision,
-    with_order_of_set,
 )
 
 
@@ -75,8 +74,7 @@ def diverged_collectives(view: Timeline) -> Iterator[Finding]:
         return
     found = known_reason(view) or (None if _is_other_cause(view) else _by_calls(view))
     if found is not None:
-        decided = remedies.as_decided(view, _at_jump(view, with_decision(view, found)))
-        yield with_order_of_set(view, decided)
+        yield remedies.as_decided(view, _at_jump(view, with_decision(view, found)))
 
 
 def _by_calls(view: Timeline) -> Finding | None:
