@@ -116,13 +116,15 @@ def _returns(
     functions = [*_functions(tree)]
     if _is_cancelled_around(tree, functions, may_cancel, helpers):
         return
-    callers = {name_of(call.func) for one in functions for call in _calls_in(one.body) if _cancels_in(one, may_cancel)}
+    cancelling = (one for one in functions if _cancels_in(one, may_cancel))
+    callees = {name_of(call.func) for one in cancelling for call in _calls_in(one.body)}
     for function in functions:
         sets, does_cancel = tests_in(function)
         last = max((call.lineno for call in _calls_in(function.body) if does_cancel(call)), default=0)
         walk = _Walk(sets, may_cancel)
         walk.block(function.body, is_set=False)
-        if function.name not in callers:
+        # Who calls it may cancel the timer afterwards.
+        if function.name not in callees:
             yield from ((line, function.name) for line in walk.returns if line < last)
 
 
