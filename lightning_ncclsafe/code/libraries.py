@@ -366,7 +366,7 @@ REQUESTS = (
 )
 # Runs on threads of its own, for which no other thread waits.
 HOUSEKEEPING = (
-    _in(_PYTORCH, "callbacks/progress/rich_progress.py", functions="run")
+    _in(_PYTORCH, "callbacks/progress/rich_progress.py", functions="run", versions=">=2.6.1")
     | _in(_FABRIC, "strategies/launchers/subprocess_script.py", functions="run")
     | _in(_package("tqdm"), "_monitor.py", functions="run")
 )

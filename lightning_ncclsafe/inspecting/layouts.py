@@ -170,8 +170,17 @@ def _layout() -> Layout:
 
 
 def _learned() -> Layout:
-    with Memory(os.getpid()) as own:
-        return _learned_of(own)
+    ends = threading.Event()
+    # The newest thread is the first of the list. If it were the one that learns, the interpreter would have it in two
+    # places since Python 3.13: as the first of the list, and as the last that has had the GIL.
+    newest = threading.Thread(target=ends.wait, name=_THREAD)
+    newest.start()
+    try:
+        with Memory(os.getpid()) as own:
+            return _learned_of(own)
+    finally:
+        ends.set()
+        newest.join()
 
 
 def _learned_of(own: Memory) -> Layout:
