@@ -171,8 +171,8 @@ def _layout() -> Layout:
 
 def _learned() -> Layout:
     ends = threading.Event()
-    # The newest thread is the first of the list. If it were the one that learns, the interpreter would have it in two
-    # places since Python 3.13: as the first of the list, and as the last that has had the GIL.
+    # The newest thread is the first of the list. It must not be the one that learns: Python 3.13 also keeps that one as
+    # the last holder of the GIL, which would be taken for the list if a thread starts meanwhile.
     newest = threading.Thread(target=ends.wait, name=_THREAD)
     newest.start()
     try:

@@ -308,20 +308,6 @@ def test_an_invalid_line_table_terminates() -> None:
         line_in(table, 7, 10_000)
 
 
-def test_the_list_of_threads_begins_with_the_newest_whichever_thread_has_the_gil() -> None:
-    ends = threading.Event()
-    newest = threading.Thread(target=ends.wait)
-    newest.start()
-    try:
-        state = layouts._asked("PyInterpreterState_Get")
-        with layouts.Memory(os.getpid()) as own:
-            first = own.word(state + layouts.layout().threads)
-    finally:
-        ends.set()
-        newest.join()
-    assert first not in (0, layouts._asked("PyThreadState_Get"))
-
-
 def test_concurrent_layout_lookups_agree() -> None:
     """Each lookup starts afresh: all must find the same layout despite the other threads."""
     ends = threading.Event()
