@@ -26,7 +26,7 @@ def seen_during(wait: Callable[[], object], count: int = 1) -> tuple[ChildProces
 
     def has_seen() -> bool:
         seen.append(waited_for())
-        # Until it has become the program that it was forked for, which a shell has first to be read for.
+        # Until it has become the program that it was forked for; a shell may sleep before that.
         is_there = len(seen[-1]) >= count and seen[-1][-1].state == "sleeping" and bool(seen[-1][-1].wait_channel)
         return is_there and not seen[-1][-1].command.startswith("sh ")
 

@@ -1,4 +1,4 @@
-"""The line at which a function is left although a timer still runs that it cancels on its other ways out."""
+"""Where a function returns while a timer runs that it has set, although it cancels the timer on a later line."""
 
 import sys
 from pathlib import Path

@@ -99,7 +99,9 @@ def test_the_line_that_leaves_a_timer_set_is_the_one_to_look_at() -> None:
     for finding in (gone((left,), {"ended_by": "SIGALRM"}), worker((left,), ended=(ended,))):
         assert finding.location == left.left_at
         assert "as after signal.alarm(5) at data.py:18 in limit, which may be left set at data.py:24" in finding.summary
-        assert any("after the `return` at data.py:24 in read cancels it" in item.text for item in finding.evidence)
+        assert any(
+            "The timer is cancelled after the `return` at data.py:24 in read" in item.text for item in finding.evidence
+        )
 
 
 def test_the_only_line_that_limits_cpu_time_is_named() -> None:

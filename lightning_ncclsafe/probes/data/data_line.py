@@ -148,7 +148,7 @@ def _share_taken_at(owner: type) -> str:
     their shares.
     """
     read = _with_called([_method_of(owner, "__iter__")], owner)
-    flags = _set_at_first_only(owner)
+    flags = _set_in_init_only(owner)
     if any(_leaves_out(scope, flags) for scope in read):
         return ""
     lines = {scope.place(node.lineno) for scope in read for node in scope.each(ast.expr) if _is_share(node, scope)}
@@ -173,7 +173,7 @@ def _with_called(scopes: list[Scope], owner: type) -> list[Scope]:
     return [*found]
 
 
-def _set_at_first_only(owner: type) -> set[str]:
+def _set_in_init_only(owner: type) -> set[str]:
     """The attributes of ``self`` that ``__init__`` alone sets."""
     found: dict[str, set[str]] = defaultdict(set)
     for name, method in methods_of(owner).items():

@@ -2,5 +2,6 @@
 
 ``scopes`` gives functions, and what they call and set; ``control_flow`` what decides about a line, for which
 ``rank_names`` knows what means the rank, and ``handlers`` what ends an exception. ``assignments`` finds what gave a
-variable its value, and ``exit_calls`` what ends a process. ``syntax`` reads and parses files for all.
+variable its value, and ``exit_calls`` what ends a process, for which ``left_timers`` knows where a timer is left set.
+``syntax`` reads and parses files for all.
 """

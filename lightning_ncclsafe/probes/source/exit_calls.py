@@ -76,14 +76,14 @@ def exit_calls(most_s: float = _MOST_S) -> tuple[ExitCall, ...]:
 
 def _with_way_out(call: ExitCall, files: Iterable[str], ends_s: float) -> ExitCall:
     """The same timer; with the line at which a function returns while it runs, if there is one such line."""
-    with suppress(RecursionError):  # of an expression, or a chain of conditions, without end
+    with suppress(TimeoutError, RecursionError):  # an expression, or a chain of conditions, may have no end
         found = [*itertools.islice(_ways_out(call, files, ends_s), 2)]
         return replace(call, left_at=found[0]) if len(found) == 1 else call
     return call
 
 
 def _ways_out(call: ExitCall, files: Iterable[str], ends_s: float) -> Iterator[str]:
-    """``"file:line in function"`` of each such line; a second one if there was no time to look for it."""
+    """``"file:line in function"`` of each such line; TimeoutError if there is no time to look for all."""
     own = call.place.rpartition(":")[0]
     tree = parsed(source_text(own))
     names = _names(tree)
@@ -101,7 +101,7 @@ def _ways_out(call: ExitCall, files: Iterable[str], ends_s: float) -> Iterator[s
     for file in (own, *(one for one in files if one != own)) if helpers.setting else ():
         text = source_text(file)
         if time.monotonic() > ends_s:
-            yield from ("", "")
+            raise TimeoutError
         if file == own or module in text:
             found = left_timers.returns_with(parsed(text), helpers, is_own=file == own)
             yield from (f"{file}:{line} in {name}" for line, name in found)

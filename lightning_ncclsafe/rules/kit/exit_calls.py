@@ -67,7 +67,7 @@ class ExitCalls(NamedTuple):
             yield Evidence(source="source code", rank=rank, text=text)
             if self.only.left_at:
                 at = short_place(self.only.left_at)
-                text = f"A line after the `return` at {at} cancels it, and none before it, as far as the source shows."
+                text = f"The timer is cancelled after the `return` at {at}, not before it, as far as the source shows."
                 yield Evidence(source="source code", rank=rank, text=text)
             return
         for call in self.possible if self.is_short else ():

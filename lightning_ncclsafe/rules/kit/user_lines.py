@@ -171,7 +171,7 @@ def with_decision(view: Timeline, finding: Finding) -> Finding:
     )
     # Nobody wrote that call: what is to be looked at is how often the model is run.
     if deciding.is_of_unit and deciding.is_of_loop and deciding.branches[0][0].function != deciding.at.function:
-        # Of two ranks, the one that still runs the model makes more passes; at a jump, it is the other one that left.
+        # Of two ranks, the one that still runs the model makes more passes, unless the other left the loop by a jump.
         is_of_two = len(finding.ranks) == len(view.facts) == view.job.world_size == 2
         is_longer = is_of_two and bool(deciding.around) and not deciding.branches[0][1].jump
         ranks = tuple(sorted({*finding.ranks} - {*deciding.around})) if is_longer else finding.ranks
