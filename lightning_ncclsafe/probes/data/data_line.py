@@ -8,8 +8,7 @@ given, and for all other data, it is where the data is made.
 import ast
 import inspect
 import re
-from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from types import FrameType, GeneratorType
@@ -17,33 +16,26 @@ from typing import Any, NamedTuple
 
 from lightning_ncclsafe.code.side_thread import SideThread
 from lightning_ncclsafe.facts import Branch, Decides
-from lightning_ncclsafe.probes.data.made_at import chooses, function_called, made_at, place_of, takes
+from lightning_ncclsafe.probes.data.made_at import chooses, function_called, made_at, place_of
 from lightning_ncclsafe.probes.data.reading import goes_through_all, is_indices, is_iterable, plain_attribute
+from lightning_ncclsafe.probes.data.shares import share_taken_at
 from lightning_ncclsafe.probes.process.stacks import is_own_file
 from lightning_ncclsafe.probes.source.assignments import Given, methods_of, only_assignment, returned, variable
 from lightning_ncclsafe.probes.source.rank_names import RANK_WORDS
-from lightning_ncclsafe.probes.source.scopes import Scope, getter_or_self, scope_of
-from lightning_ncclsafe.probes.source.syntax import COMPREHENSIONS, LOOPS, is_of_self, name_of
+from lightning_ncclsafe.probes.source.scopes import SELECTING, Scope, getter_or_self, scope_of
+from lightning_ncclsafe.probes.source.syntax import COMPREHENSIONS, FILLING, LOOPS, YIELDS, is_of_self, name_of
 
 # All ranks wait while one reads the source, which may be on storage that hangs.
 _MOST_S = 2.0
 _MOST_CALLS = 4
 _MOST_NAMES = 8
-_DECIDE = (Decides.RANK, Decides.VALUE, Decides.EXCEPTION)
 _WORKER = re.compile(r"\b(?:worker|worker_info|worker_id|num_workers|num_replicas)\b")
-_FILLING = ("append", "extend", "insert", "add", "update", "setdefault", "pop", "remove", "discard", "clear")
-# islice(rows, rank, None, world_size)
-_BOUNDS = 2
-_FLAG = re.compile(r"(?:else of )?if (?:not )?self\.(\w+):  \(line ")
-_LENGTH = re.compile(r"(?:else of )?if len\((?:self\.)?(\w+)\) [<>=!]=? [\w.]+:  \(line ")
 _reading = SideThread("ncclsafe-source")
-
 
 # What stands in place of an attribute's name: a parameter of the function, what its base gives, several of them, and
 # what the object was given.
 _PARAMETER, _BASE, _SEVERAL, _GIVEN = "()", "super()", "*", "__init__()"
 _Loop = ast.For | ast.AsyncFor | ast.While
-_YIELDS = (ast.Yield, ast.YieldFrom)
 
 
 class _DataEnd(NamedTuple):
@@ -100,7 +92,7 @@ def _ends_at(loader: Any, given: Any, hook: str, frame: FrameType | None, by_len
             return ""  # they decide, wherever they are made
         found = _of_object(one, by_length)
         if found.given not in (_BASE, _GIVEN):
-            return found.place or ("" if by_length else _share_taken_at(type(one)))
+            return found.place or ("" if by_length else share_taken_at(_method_of(type(one), "__iter__"), type(one)))
         if found.given == _GIVEN:
             break
     else:
@@ -139,116 +131,6 @@ def _of_iterable(one: Any) -> _DataEnd:
     scope = _method_of(type(one), "__iter__")
     end = _followed(_of_function(scope, type(one), _MOST_CALLS), type(one)) if scope.file else _UNKNOWN
     return end if end.place and end.given == "" else _UNKNOWN
-
-
-def _share_taken_at(owner: type) -> str:
-    """The only line that takes a rank's share of what an object iterates; empty if there is none, or another decides.
-
-    Asked where several lines decide how much the object yields. If they drop nothing, what differs between ranks is
-    their shares.
-    """
-    read = _with_called([_method_of(owner, "__iter__")], owner)
-    flags = _set_in_init_only(owner)
-    if any(_leaves_out(scope, flags) for scope in read):
-        return ""
-    lines = {scope.place(node.lineno) for scope in read for node in scope.each(ast.expr) if _is_share(node, scope)}
-    attributes = {node.attr for scope in read for node in scope.each(ast.Attribute) if is_of_self(node)}
-    made = methods_of(owner).get("__init__", Scope())
-    for given in made.each(ast.Assign):
-        if any(is_of_self(target) and name_of(target) in attributes for target in given.targets):
-            nodes = [node for node in ast.walk(given.value) if isinstance(node, ast.expr)]
-            lines |= {made.place(node.lineno) for node in nodes if _is_share(node, made)}
-            called = (function_called(node, made, owner) for node in nodes if isinstance(node, ast.Call))
-            each = ((scope, node) for scope in called if scope is not None for node in scope.each(ast.expr))
-            lines |= {scope.place(node.lineno) for scope, node in each if _is_share(node, scope)}
-    return lines.pop() if len(lines) == 1 else ""
-
-
-def _with_called(scopes: list[Scope], owner: type) -> list[Scope]:
-    """These functions, and those that they call, as far as they are known."""
-    found = {scope: None for scope in scopes}
-    for _ in range(_MOST_CALLS):
-        called = [function_called(call, scope, owner) for scope in found for call in scope.each(ast.Call)]
-        found |= {scope: None for scope in called if scope is not None}
-    return [*found]
-
-
-def _set_in_init_only(owner: type) -> set[str]:
-    """The attributes of ``self`` that ``__init__`` alone sets."""
-    found: dict[str, set[str]] = defaultdict(set)
-    for name, method in methods_of(owner).items():
-        for node in method.each(ast.Attribute):
-            if is_of_self(node) and isinstance(node.ctx, ast.Store):
-                found[node.attr].add(name)
-    return {attribute for attribute, methods in found.items() if methods == {"__init__"}}
-
-
-def _leaves_out(scope: Scope, flags: Collection[str]) -> bool:
-    """Whether a function may drop an item, because of what it is, or because it cannot be read.
-
-    A condition on the length of a list that the function fills only closes a batch; one on the rank, or on a flag that
-    the object was given, decides alike for all of its items.
-    """
-    filling = [*scope.calls(_FILLING)]
-    filled = {name_of(call.func.value) for call in filling if isinstance(call.func, ast.Attribute)}
-    yields = [node for node in scope.nodes if isinstance(node, _YIELDS)]
-    lines = {node.lineno for node in (*filling, *yields)}
-    branches = {one for line in lines for one in scope.branches_around(line) if one.on in _DECIDE}
-    selects = any(one.on is not Decides.RANK and not _is_no_choice(one.test, filled, flags) for one in branches)
-    loops = (one for one in scope.each(ast.While) if not isinstance(one.test, ast.Constant))
-    ends = any("len(" not in ast.unparse(one.test) or isinstance(one.test, ast.BoolOp) for one in loops)
-    tries = any(True for _ in scope.each(ast.Try))
-    chosen = any(isinstance(one, ast.IfExp) for node in yields for one in ast.walk(node))
-    filtered = any(one.ifs for one in scope.each(ast.comprehension))
-    taken = any(
-        (takes(call) and not _is_share(call, scope)) or name_of(call.func) == "super" for call in scope.each(ast.Call)
-    )
-    return selects or ends or tries or chosen or filtered or taken
-
-
-def _is_no_choice(test: str, filled: Collection[str], flags: Collection[str]) -> bool:
-    length, flag = _LENGTH.match(test), _FLAG.match(test)
-    return (length is not None and length[1] in filled) or (flag is not None and flag[1] in flags)
-
-
-def _is_share(node: ast.expr, scope: Scope) -> bool:
-    """Whether an expression takes every n-th item for a rank, or its range of them."""
-    if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Slice):
-        # A part of each sample is another split, as for context parallelism.
-        if any(node is part for one in scope.each(ast.Yield) for part in ast.walk(one)):
-            return False
-        lower, upper, step = node.slice.lower, node.slice.upper, node.slice.step
-        targets = (one.target for one in scope.each(ast.For))
-        items = {node.id for target in targets for node in ast.walk(target) if isinstance(node, ast.Name)}
-        is_bounded = lower is not None and (step or upper) is not None
-        return is_bounded and name_of(node.value) not in items and _is_of_rank(lower, scope)
-    if isinstance(node, ast.Call) and name_of(node.func) == "islice" and len(node.args) > _BOUNDS:
-        return _is_of_rank(node.args[1], scope)
-    return isinstance(node, ast.Compare) and _is_turn(node, scope)
-
-
-def _is_turn(test: ast.Compare, scope: Scope) -> bool:
-    """Whether it is the condition under which a rank keeps, or passes over, the item with this number."""
-    sides = [test.left, *test.comparators]
-    counted = [one for one in sides if isinstance(one, ast.BinOp) and isinstance(one.op, ast.Mod)]
-    others = [one for one in sides if one not in counted]
-    if len(counted) != 1 or len(others) != 1 or not _is_of_rank(others[0], scope):
-        return False
-    guarded = (node for one in scope.each(ast.If) if one.test is test for part in one.body for node in ast.walk(part))
-    return any(isinstance(node, (*_YIELDS, ast.Continue)) or _fills(node) for node in guarded)
-
-
-def _fills(node: ast.AST) -> bool:
-    return isinstance(node, ast.Call) and name_of(node.func) in _FILLING
-
-
-def _is_of_rank(value: ast.expr | None, scope: Scope) -> bool:
-    """Whether an expression, or a variable in it, is about the rank."""
-    if value is None:
-        return False
-    names = {node.id for node in ast.walk(value) if isinstance(node, ast.Name)}
-    given = (one.value for one in scope.each(ast.Assign) for target in one.targets if name_of(target) in names)
-    return any(RANK_WORDS.search(ast.unparse(one)) for one in (value, *given))
 
 
 def _of_indexed(loader: Any) -> str:
@@ -302,7 +184,7 @@ def _followed(found: _DataEnd, owner: type) -> _DataEnd:
 
 def _is_filled(name: str, owner: type) -> bool:
     """Whether a method of a class adds to an attribute, or takes from it."""
-    calls = (call for method in methods_of(owner).values() for call in method.calls(_FILLING))
+    calls = (call for method in methods_of(owner).values() for call in method.calls(FILLING))
     filled = (call.func.value for call in calls if isinstance(call.func, ast.Attribute))
     return any(is_of_self(one) and one.attr == name for one in filled)
 
@@ -320,7 +202,7 @@ def _is_ours(function: Any) -> bool:
 
 def _of_function(scope: Scope, owner: type, calls: int) -> _DataEnd:
     """What decides how much a generator function yields, or a function returns to be iterated."""
-    yields = [node for node in scope.nodes if isinstance(node, _YIELDS)]
+    yields = [node for node in scope.nodes if isinstance(node, YIELDS)]
     if not yields:
         returns = [one for one in scope.each(ast.Return) if one.value is not None]
         return _of_items(returns[0].value, returns[0].lineno, scope, owner, calls) if len(returns) == 1 else _UNKNOWN
@@ -354,7 +236,7 @@ def _of_yield(node: ast.Yield | ast.YieldFrom, scope: Scope, owner: type, calls:
 def _is_filled_before(node: ast.Yield | ast.YieldFrom, scope: Scope) -> bool:
     """Whether it yields a batch that the function fills: what closes it decides, and not what leaves out samples."""
     name = name_of(node.value) if isinstance(node.value, ast.Name) else ""
-    filling = (call.func for call in scope.calls(_FILLING) if isinstance(call.func, ast.Attribute))
+    filling = (call.func for call in scope.calls(FILLING) if isinstance(call.func, ast.Attribute))
     return bool(name) and any(name_of(one.value) == name for one in filling)
 
 
@@ -391,7 +273,7 @@ def _around(node: ast.AST, scope: Scope) -> tuple[list[_Loop], list[Branch], lis
     differing = (one for one in branches if one.on is Decides.PASSES and one.line in loops)
     passes = [one for one in differing if not _is_common(_looped_over(loops[one.line]))]
     after = branches.index(passes[-1]) + 1 if passes else 0
-    outer, inner = ([one for one in part if one.on in _DECIDE] for part in (branches[:after], branches[after:]))
+    outer, inner = ([one for one in part if one.on in SELECTING] for part in (branches[:after], branches[after:]))
     return [loops[one.line] for one in passes], outer, inner
 
 
@@ -408,7 +290,7 @@ def _of_items(items: ast.expr | None, line: int, scope: Scope, owner: type, call
     here, value = line, items
     for _ in range(_MOST_NAMES):
         called = function_called(value, scope, owner) if isinstance(value, ast.Call) and calls else None
-        if called is not None and any(isinstance(node, _YIELDS) for node in called.nodes):
+        if called is not None and any(isinstance(node, YIELDS) for node in called.nodes):
             found = _of_function(called, owner, calls - 1)
             return found if found.given != _PARAMETER else _handed_on(value, scope, here) or _UNKNOWN
         if isinstance(value, ast.Call) and name_of(value.func) == "iter" and value.args:

@@ -34,6 +34,8 @@ N = TypeVar("N", bound=ast.AST)
 
 MOST_PLACES = 8
 """The most lines that are reported of one kind."""
+SELECTING = (Decides.RANK, Decides.VALUE, Decides.EXCEPTION)
+"""What the branches depend on that some ranks may take and others not, other than how often a loop runs."""
 _CONDITIONS = (Decides.RANK, Decides.VALUE, Decides.COMMON)
 _MODULE = "<module>"
 # Of itertools.

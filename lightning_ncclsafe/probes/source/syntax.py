@@ -16,6 +16,9 @@ FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 LOOPS = (ast.For, ast.AsyncFor, ast.While)
 TRY_STATEMENTS = (ast.Try, getattr(ast, "TryStar", ast.Try))
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+YIELDS = (ast.Yield, ast.YieldFrom)
+FILLING = ("append", "extend", "insert", "add", "update", "setdefault", "pop", "remove", "discard", "clear")
+"""The methods by which a list, set or dictionary comes to hold more, or less."""
 _TRIES = 3
 BLOCKS = (ast.stmt, ast.excepthandler, ast.match_case)
 """The nodes that may have statements in them; all others are expressions and the like."""
