@@ -12,6 +12,7 @@ import numpy as np
 from lightning_ncclsafe._torch import process_groups, recorders
 from lightning_ncclsafe.code.own_work import take_own_work
 from lightning_ncclsafe.facts import VOTE_AHEAD_GROUP, element_bytes
+from lightning_ncclsafe.facts.phase_kinds import stage_fetched
 from lightning_ncclsafe.recorder.model import Recorder, WorkKind, recorded_once
 from lightning_ncclsafe.timing.summary import STEP_PHASES, StepPhase, step_phase
 from lightning_ncclsafe.timing.windows import CALL, OWN, SPAN, UNKNOWN_NS, Clock, GroupMembers, OpTotal, Window
@@ -20,7 +21,6 @@ from lightning_ncclsafe.timing.windows import CALL, OWN, SPAN, UNKNOWN_NS, Clock
 _MOST_MARKS = 1 << 16
 # User code may name every step differently.
 _MOST_NAMES = 1000
-_BATCH_IS_FETCHED = ("_dataloader_next", "].val_next", "].test_next", "].predict_next")
 # Most hooks do nothing. A shorter phase counts as part of the one before.
 _SHORT_NS = 50_000
 _OTHER = STEP_PHASES.index(StepPhase.OTHER)
@@ -76,7 +76,7 @@ class PhaseHistory:
 
     def _learn(self, action: object) -> _Meaning:
         name = str(action)
-        meaning = _Meaning(STEP_PHASES.index(step_phase(name)), name.endswith(_BATCH_IS_FETCHED))
+        meaning = _Meaning(STEP_PHASES.index(step_phase(name)), bool(stage_fetched(name)))
         if isinstance(action, str) and len(self._meanings) < _MOST_NAMES:
             self._meanings[action] = meaning
         return meaning

@@ -1,5 +1,6 @@
 """Kinds of phases of a run: how long a rank usually makes no progress differs between them."""
 
+import re
 from dataclasses import dataclass
 
 from lightning_ncclsafe.facts import Action, Phase, Progress
@@ -23,6 +24,8 @@ BATCHES_TO_KNOW = 5
 """Batches of a kind after which it is known how long they take."""
 
 _EVALUATIONS = frozenset({Phase.SANITY_CHECK, Phase.VALIDATE, Phase.TEST, Phase.PREDICT})
+# "[_TrainingEpochLoop].train_dataloader_next", "[_EvaluationLoop].val_next"
+_FETCH = re.compile(r"(?:^|\]\.)(train|val|test|predict)(?:_dataloader)?_next$")
 _IN_LOOPS = _EVALUATIONS | {Phase.TRAIN}
 
 
@@ -86,3 +89,10 @@ def is_occasional(action_name: str) -> bool:
     if hook.startswith("on_"):
         return hook.endswith(("_start", "_end")) and "_batch_" not in hook
     return hook in ("setup", "teardown", "prepare_data")
+
+
+def stage_fetched(action_name: str) -> str:
+    """The stage for which a loop of Lightning fetches a batch in an action: ``"train"``, ``"val"``, ``"test"`` or
+    ``"predict"``; empty for any other action."""
+    found = _FETCH.search(action_name)
+    return found[1] if found else ""

@@ -5,7 +5,7 @@ from contextlib import suppress
 
 from lightning_ncclsafe._torch import process_groups
 from lightning_ncclsafe.facts import VOTE_GROUPS, Phase
-from lightning_ncclsafe.facts.phase_kinds import FIRST_BATCH, is_occasional
+from lightning_ncclsafe.facts.phase_kinds import FIRST_BATCH, is_occasional, stage_fetched
 from lightning_ncclsafe.guard.thresholds import DEFAULT_TIMEOUTS_S
 from lightning_ncclsafe.report.terminal import say_own_failure
 from lightning_ncclsafe.settings import BACKSTOP_S, Limits
@@ -67,7 +67,7 @@ class GroupTimeouts:
             self._safely(self._restore)
 
     def _look(self, name: str) -> None:
-        may_begin = name.startswith(("save_checkpoint", "barrier:")) or name.endswith("_next") or is_occasional(name)
+        may_begin = name.startswith(("save_checkpoint", "barrier:")) or bool(stage_fetched(name)) or is_occasional(name)
         if len(self._may_begin_phase) < _MOST_NAMES:
             self._may_begin_phase[name] = may_begin
         if self._is_on and (may_begin or self._phase in _SHORT):

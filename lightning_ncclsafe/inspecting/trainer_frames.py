@@ -96,7 +96,7 @@ def _actions(stack: Sequence[SeenFrame]) -> Iterator[str]:
         if SAVE_CHECKPOINT.has(frame.file, frame.function):
             yield "save_checkpoint"
         elif FETCHERS.has(frame.file, frame.function) and loop:
-            yield f"[{loop}].{_stage(stack)}_next"
+            yield f"[{loop}].{_fetched(stack)}_next"
             loop = ""
         elif INIT_PROCESS_GROUP.has(frame.file, frame.function):
             yield "init_process_group"
@@ -109,8 +109,13 @@ def _actions(stack: Sequence[SeenFrame]) -> Iterator[str]:
             yield from _hook(stack, depth)
 
 
-def _stage(stack: Sequence[SeenFrame]) -> str:
-    return "train_dataloader" if not (EVALUATION_LOOPS | PREDICTION_LOOPS).has_any(stack) else "val_dataloader"
+def _fetched(stack: Sequence[SeenFrame]) -> str:
+    """What a loop fetches a batch of, as Lightning names it to its profiler."""
+    if PREDICTION_LOOPS.has_any(stack):
+        return "predict"
+    if EVALUATION_LOOPS.has_any(stack):
+        return "test" if TESTING.has_any(stack) else "val"
+    return "train_dataloader"
 
 
 def _hook(stack: Sequence[SeenFrame], depth: int) -> Iterator[str]:

@@ -94,6 +94,19 @@ def test_creating_a_loader_and_saving_are_actions() -> None:
     assert progress_in([*FIT, init], 0).actions[-1].name == "init_process_group"
 
 
+@pytest.mark.parametrize(
+    ("stack", "action"),
+    [
+        (FIT, "[_EvaluationLoop].val_next"),
+        ([MAIN, frame(f"{PL}/trainer/trainer.py", "_test_impl")], "[_EvaluationLoop].test_next"),
+    ],
+)
+def test_the_fetch_of_an_evaluation_has_the_name_that_lightning_gives_it(stack: list[SeenFrame], action: str) -> None:
+    loop = frame(f"{PL}/loops/evaluation_loop.py", "run", self="<_EvaluationLoop at 0x1>")
+    fetch = frame(f"{PL}/loops/fetchers.py", "__next__")
+    assert progress_in([*stack, loop, fetch], 0).actions[-1].name == action
+
+
 def test_creating_validation_loaders_before_training_is_not_validation() -> None:
     loop, setup = f"{PL}/loops/fit_loop.py", frame(f"{PL}/loops/evaluation_loop.py", "setup_data")
     assert progress_in([*FIT, frame(loop, "run"), frame(loop, "on_run_start"), setup], 0.0).phase is Phase.INIT

@@ -196,7 +196,9 @@ def test_a_condition_inside_the_dataset_is_not_around_the_work() -> None:
 
 
 def test_without_a_stack_actions_decide() -> None:
-    assert activity(GLOO.rank(0, seq=5, action=NEXT)).kind is Kind.LOADER
+    for fetch in (NEXT, "[_EvaluationLoop].val_next", "[_EvaluationLoop].test_next"):
+        assert activity(GLOO.rank(0, seq=5, action=fetch)).kind is Kind.LOADER
+    assert activity(GLOO.rank(0, seq=5, action="[Callback]Mine.val_next")).kind is Kind.LIGHTNING
     assert activity(GLOO.rank(0, seq=5, action="save_checkpoint")).kind is Kind.CHECKPOINT
     assert activity(GLOO.rank(0, seq=5, action="barrier:x")).call == "barrier 'x'"
     assert activity(GLOO.rank(0, seq=0, action="init_process_group")).kind is Kind.STORE

@@ -630,6 +630,13 @@ def _tests_again(rank: int, *, inner: bool = True, hook: str = FIT_END, phase: P
     return GLOO.rank(rank, *stack, seq=61, outstanding=1, phase=phase, batch=-1, epoch=1, world=2, action=hook)
 
 
+def test_a_rank_that_fetches_a_batch_to_test_has_batches_left() -> None:
+    ended = GLOO.finished(1, seq=60, batch=-1, epoch=1, world=2)
+    for action, is_unfinished in ((FIT_END, True), ("[_EvaluationLoop].test_next", False)):
+        left = GLOO.working(0, user("on_fit_end", 54), seq=60, phase=Phase.TEST, batch=3, world=2, action=action, epoch=1)
+        assert ("unfinished-rank" in rules(job(left, ended, world=2))) is is_unfinished
+
+
 def test_a_rank_that_called_the_trainer_again_is_unfinished_and_has_not_run_out_of_data() -> None:
     ended = GLOO.finished(1, seq=60, batch=-1, epoch=1, world=2)
     found = job(_tests_again(0), ended, world=2)

@@ -1,6 +1,5 @@
 """What a rank is doing and waits for, by its stack, Lightning's actions, outstanding calls, device and threads."""
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -17,6 +16,7 @@ from lightning_ncclsafe.facts import (
     Progress,
     RankFacts,
 )
+from lightning_ncclsafe.facts.phase_kinds import stage_fetched
 from lightning_ncclsafe.rules.kit.frames import (
     below_user,
     deepest_user_frame,
@@ -30,7 +30,6 @@ from lightning_ncclsafe.rules.kit.landmarks import Kind, Landmark, condition_in,
 FETCHES = "next("
 """How the words for an action begin in which a loop of Lightning fetches a batch: ``"next(train_dataloader)"``."""
 
-_FETCH = re.compile(r"(train|val|test|predict)(?:_dataloader)?_next")
 AGREEMENT = "agreement:"
 """Prefix of the name of an action in which a rank presents its loaders; the hook that returned them follows."""
 
@@ -175,7 +174,7 @@ def _in_unnamed_wait(facts: RankFacts, collective: Collective | None) -> tuple[K
 def _in_named_action(facts: RankFacts) -> tuple[Kind, str] | None:
     """What Lightning has named that waits for no other rank."""
     action = _action(facts)
-    if action.endswith("_dataloader_next"):
+    if stage_fetched(action):
         return Kind.LOADER, ""
     return (Kind.CHECKPOINT, "") if action == "save_checkpoint" else None
 
@@ -323,8 +322,8 @@ def hook_words(name: str) -> str:
     before, brace, after = plain.partition("{")
     plain = before + after[after.rfind("}") + 1 :] if brace else plain
     plain = plain.rpartition("<locals>.")[2]
-    if (fetch := _FETCH.fullmatch(plain)) is not None:
-        return f"{FETCHES}{fetch[1]}_dataloader)"
+    if stage := stage_fetched(plain):
+        return f"{FETCHES}{stage}_dataloader)"
     # "SafeDDP.training_step" is the user's training_step, called through the strategy.
     return plain.rpartition(".")[2] if owner == "[Strategy" else plain
 

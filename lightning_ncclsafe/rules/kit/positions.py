@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from lightning_ncclsafe.code.libraries import BACKWARD, BATCH, DDP, EARLY_STOPPING, END_OF_EPOCH, FSDP
 from lightning_ncclsafe.facts import Frame, LoopEnd, Phase, Progress, RankFacts
+from lightning_ncclsafe.facts.phase_kinds import stage_fetched
 from lightning_ncclsafe.rules.kit.activity import hook_words
 from lightning_ncclsafe.rules.kit.alone import alone_in_trainer, gathering_alone, in_trainer_again
 from lightning_ncclsafe.rules.kit.frames import is_in, loop_left
@@ -18,7 +19,6 @@ _PAST_TRAINING, _PAST_VALIDATION, _END_OF_EPOCH, _FINISHED = 1, 3, 4, 5
 _LOOPS = (Phase.TRAIN, Phase.VALIDATE, Phase.TEST, Phase.PREDICT)
 _VALIDATIONS = (Phase.SANITY_CHECK, Phase.VALIDATE)
 _IN_BATCH = ("_step", "backward", "forward", "on_train_batch_start", "on_before_zero_grad", "on_after_backward")
-_FETCHES_IN_EPOCH = "_dataloader_next"
 _PAST_BATCHES = tuple(f"on_{loop}_epoch_end" for loop in ("train", "validation", "test", "predict"))
 
 
@@ -64,7 +64,7 @@ def has_batches_left(view: Timeline, ranks: Iterable[int]) -> bool:
 
 def _is_in_loop(progress: Progress) -> bool:
     names = [action.name for action in progress.actions]
-    return any(hook_words(name).endswith(_IN_BATCH) or name.endswith(_FETCHES_IN_EPOCH) for name in names)
+    return any(hook_words(name).endswith(_IN_BATCH) or stage_fetched(name) for name in names)
 
 
 def _position(facts: RankFacts) -> Position:
