@@ -22,7 +22,7 @@ from lightning_ncclsafe.rules.kit.wording import (
     ranks_words,
     under_words,
 )
-from lightning_ncclsafe.rules.recorded.evidence import Words
+from lightning_ncclsafe.rules.recorded.kit.evidence import Words
 
 NOTHING = "Nothing found: no rank waits for another in what was read."
 _MOST_LINES = 40

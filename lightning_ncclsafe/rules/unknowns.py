@@ -14,7 +14,7 @@ from lightning_ncclsafe.rules.kit import (
     timeline,
     verb,
 )
-from lightning_ncclsafe.rules.recorded.calls import has_dumps, has_logs, has_moved, record_of
+from lightning_ncclsafe.rules.recorded.kit.calls import has_dumps, has_logs, has_moved, record_of
 
 _SURVIVALS = 8
 _BY_STACKS = "who is behind is judged by stacks alone"

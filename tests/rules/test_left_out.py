@@ -633,7 +633,9 @@ def _tests_again(rank: int, *, inner: bool = True, hook: str = FIT_END, phase: P
 def test_a_rank_that_fetches_a_batch_to_test_has_batches_left() -> None:
     ended = GLOO.finished(1, seq=60, batch=-1, epoch=1, world=2)
     for action, is_unfinished in ((FIT_END, True), ("[_EvaluationLoop].test_next", False)):
-        left = GLOO.working(0, user("on_fit_end", 54), seq=60, phase=Phase.TEST, batch=3, world=2, action=action, epoch=1)
+        left = GLOO.working(
+            0, user("on_fit_end", 54), seq=60, phase=Phase.TEST, batch=3, world=2, action=action, epoch=1
+        )
         assert ("unfinished-rank" in rules(job(left, ended, world=2))) is is_unfinished
 
 

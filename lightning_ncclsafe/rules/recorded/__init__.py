@@ -1,8 +1,6 @@
 """Causes that dumps and logs show after a run: no rank was asked, and no Python stack was taken. One cause per file.
 
-``roots`` is what most of them read: where waiting ends, and why. It draws the graph of who waits for whom from the
-``calls`` of all ranks. ``divergences`` are calls that differ under one number, ``ends`` how ranks ended, ``statements``
-what lines of a log state, and ``evidence`` the words.
+What they share is in ``kit``.
 """
 
 from lightning_ncclsafe.rules.hang.gpu_memory_exhausted import gpu_memory_exhausted

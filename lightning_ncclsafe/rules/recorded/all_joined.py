@@ -19,11 +19,16 @@ from lightning_ncclsafe.rules.kit import (
     recorded_rule,
     verb,
 )
-from lightning_ncclsafe.rules.recorded.calls import has_dumps, record_of
-from lightning_ncclsafe.rules.recorded.divergences import conflict
-from lightning_ncclsafe.rules.recorded.ends import failed
-from lightning_ncclsafe.rules.recorded.evidence import consequence_evidence, counters_evidence, described, log_evidence
-from lightning_ncclsafe.rules.recorded.roots import Root, RootCause, roots_of
+from lightning_ncclsafe.rules.recorded.kit.calls import has_dumps, record_of
+from lightning_ncclsafe.rules.recorded.kit.divergences import conflict
+from lightning_ncclsafe.rules.recorded.kit.ends import failed
+from lightning_ncclsafe.rules.recorded.kit.evidence import (
+    consequence_evidence,
+    counters_evidence,
+    described,
+    log_evidence,
+)
+from lightning_ncclsafe.rules.recorded.kit.roots import Root, RootCause, roots_of
 
 _REMEDY = (
     "The code agrees, so look at devices and links: nvidia-smi and the kernel's log (Xid errors) on every host, error "

@@ -14,10 +14,15 @@ from lightning_ncclsafe.rules.kit import (
     group_words,
     recorded_rule,
 )
-from lightning_ncclsafe.rules.recorded.calls import has_dumps, open_calls
-from lightning_ncclsafe.rules.recorded.ends import failed
-from lightning_ncclsafe.rules.recorded.evidence import consequence_evidence, counters_evidence, described, first_site
-from lightning_ncclsafe.rules.recorded.roots import Root, RootCause, roots_of
+from lightning_ncclsafe.rules.recorded.kit.calls import has_dumps, open_calls
+from lightning_ncclsafe.rules.recorded.kit.ends import failed
+from lightning_ncclsafe.rules.recorded.kit.evidence import (
+    consequence_evidence,
+    counters_evidence,
+    described,
+    first_site,
+)
+from lightning_ncclsafe.rules.recorded.kit.roots import Root, RootCause, roots_of
 
 _LISTED = 4
 

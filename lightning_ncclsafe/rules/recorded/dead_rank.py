@@ -16,19 +16,19 @@ from lightning_ncclsafe.rules.kit import (
     ranks_words,
     recorded_rule,
 )
-from lightning_ncclsafe.rules.recorded.calls import record_of
-from lightning_ncclsafe.rules.recorded.ends import (
+from lightning_ncclsafe.rules.recorded.kit.calls import record_of
+from lightning_ncclsafe.rules.recorded.kit.ends import (
     FATAL,
     a_timeout_expired,
     died,
     failed,
     fatal_signal,
     fatal_signal_of,
+    lost_at_init,
     raised,
 )
-from lightning_ncclsafe.rules.recorded.evidence import finished_evidence, waited_words, waiting_in, waiting_words
-from lightning_ncclsafe.rules.recorded.late_at_init import lost_at_init
-from lightning_ncclsafe.rules.recorded.statements import LogStatements, compared, stated
+from lightning_ncclsafe.rules.recorded.kit.evidence import finished_evidence, waited_words, waiting_in, waiting_words
+from lightning_ncclsafe.rules.recorded.kit.statements import LogStatements, compared, stated
 
 _REMEDY = "Look at the kernel's log (dmesg) of its host and at the end of its own output."
 _REMEDY_FINISHED = (

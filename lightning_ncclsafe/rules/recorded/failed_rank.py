@@ -21,10 +21,10 @@ from lightning_ncclsafe.rules.kit import (
     recorded_rule,
     type_and_place,
 )
-from lightning_ncclsafe.rules.recorded.calls import record_of
-from lightning_ncclsafe.rules.recorded.ends import a_timeout_expired, died, failed_in_nccl, is_error, raised
-from lightning_ncclsafe.rules.recorded.evidence import exception_in_log, waited_words
-from lightning_ncclsafe.rules.recorded.statements import LogStatements, compared, stated
+from lightning_ncclsafe.rules.recorded.kit.calls import record_of
+from lightning_ncclsafe.rules.recorded.kit.ends import a_timeout_expired, died, failed_in_nccl, is_error, raised
+from lightning_ncclsafe.rules.recorded.kit.evidence import exception_in_log, waited_words
+from lightning_ncclsafe.rules.recorded.kit.statements import LogStatements, compared, stated
 
 _GIST = 200
 _LISTED = 8

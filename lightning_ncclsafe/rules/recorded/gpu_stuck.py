@@ -14,15 +14,15 @@ from lightning_ncclsafe.rules.kit import (
     recorded_rule,
     verb,
 )
-from lightning_ncclsafe.rules.recorded.calls import open_calls
-from lightning_ncclsafe.rules.recorded.ends import failed
-from lightning_ncclsafe.rules.recorded.evidence import (
+from lightning_ncclsafe.rules.recorded.kit.calls import open_calls
+from lightning_ncclsafe.rules.recorded.kit.ends import failed
+from lightning_ncclsafe.rules.recorded.kit.evidence import (
     consequence_evidence,
     counters_evidence,
     described,
     oldest_outstanding,
 )
-from lightning_ncclsafe.rules.recorded.roots import Root, RootCause, roots_of
+from lightning_ncclsafe.rules.recorded.kit.roots import Root, RootCause, roots_of
 
 
 @recorded_rule(

@@ -23,9 +23,9 @@ from lightning_ncclsafe.rules.kit import (
     recorded_rule,
     verb,
 )
-from lightning_ncclsafe.rules.recorded.calls import behind_elsewhere, has_dumps, idle_behind, record_of
-from lightning_ncclsafe.rules.recorded.ends import failed
-from lightning_ncclsafe.rules.recorded.evidence import (
+from lightning_ncclsafe.rules.recorded.kit.calls import behind_elsewhere, has_dumps, idle_behind, record_of
+from lightning_ncclsafe.rules.recorded.kit.ends import AT_INIT, failed
+from lightning_ncclsafe.rules.recorded.kit.evidence import (
     NO_LONGER_TIMEOUT,
     consequence_evidence,
     counters_evidence,
@@ -38,8 +38,7 @@ from lightning_ncclsafe.rules.recorded.evidence import (
     waiting_on_peers,
     waiting_words,
 )
-from lightning_ncclsafe.rules.recorded.late_at_init import AT_INIT
-from lightning_ncclsafe.rules.recorded.roots import Root, RootCause, roots, roots_of
+from lightning_ncclsafe.rules.recorded.kit.roots import Root, RootCause, roots, roots_of
 
 
 @recorded_rule(

@@ -4,15 +4,12 @@ from collections import Counter
 from collections.abc import Iterator
 
 from lightning_ncclsafe.facts import StatementKind
-from lightning_ncclsafe.facts.recorded import LOST_AT_SET_UP, SET_UP
+from lightning_ncclsafe.facts.recorded import LOST_AT_SET_UP
 from lightning_ncclsafe.rules.kit import Confidence, Finding, Timeline, clause, finding, ranks_words, recorded_rule
-from lightning_ncclsafe.rules.recorded.calls import record_of
-from lightning_ncclsafe.rules.recorded.ends import failed
-from lightning_ncclsafe.rules.recorded.evidence import NO_LONGER_TIMEOUT, log_evidence
-from lightning_ncclsafe.rules.recorded.statements import LogStatements, stated
-
-AT_INIT = (SET_UP, LOST_AT_SET_UP)
-"""Where a rank waits while the first communicator is set up."""
+from lightning_ncclsafe.rules.recorded.kit.calls import record_of
+from lightning_ncclsafe.rules.recorded.kit.ends import AT_INIT, failed
+from lightning_ncclsafe.rules.recorded.kit.evidence import NO_LONGER_TIMEOUT, log_evidence
+from lightning_ncclsafe.rules.recorded.kit.statements import LogStatements, stated
 
 _REMEDY_JOIN = (
     "Look at the output of the missing ranks: a rank that was never started, that failed before, that has a different "
@@ -99,11 +96,6 @@ def _awaited(view: Timeline) -> dict[int, int]:
         if record_of(facts).awaited_in in AT_INIT:
             counts.update(record_of(facts).awaited)
     return dict(counts)
-
-
-def lost_at_init(view: Timeline) -> bool:
-    """Whether a rank lost the store while it waited for the set-up of a communicator."""
-    return any(record_of(facts).awaited_in == LOST_AT_SET_UP for facts in view.facts.values())
 
 
 def _finding(view: Timeline, awaited: dict[int, int]) -> Finding:

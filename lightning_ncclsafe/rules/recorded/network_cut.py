@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 from lightning_ncclsafe.facts import StatementKind
 from lightning_ncclsafe.rules.kit import Confidence, Finding, Timeline, finding, recorded_rule
-from lightning_ncclsafe.rules.recorded.ends import a_timeout_expired, failed
-from lightning_ncclsafe.rules.recorded.statements import LogStatements, stated
+from lightning_ncclsafe.rules.recorded.kit.ends import a_timeout_expired, failed
+from lightning_ncclsafe.rules.recorded.kit.statements import LogStatements, stated
 
 # Only when connecting: during a transfer, the address has worked.
 _LINK_LOCAL = re.compile(r"\b(?:connecting to|the store at) \W{0,4}fe80:", re.IGNORECASE)

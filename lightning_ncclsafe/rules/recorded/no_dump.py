@@ -13,10 +13,10 @@ from lightning_ncclsafe.rules.kit import (
     recorded_rule,
     verb,
 )
-from lightning_ncclsafe.rules.recorded.calls import has_dumps
-from lightning_ncclsafe.rules.recorded.divergences import conflict
-from lightning_ncclsafe.rules.recorded.ends import failed
-from lightning_ncclsafe.rules.recorded.evidence import (
+from lightning_ncclsafe.rules.recorded.kit.calls import has_dumps
+from lightning_ncclsafe.rules.recorded.kit.divergences import conflict
+from lightning_ncclsafe.rules.recorded.kit.ends import failed
+from lightning_ncclsafe.rules.recorded.kit.evidence import (
     consequence_evidence,
     counters_evidence,
     finished_evidence,
@@ -25,7 +25,7 @@ from lightning_ncclsafe.rules.recorded.evidence import (
     waiting_on_peers,
     waiting_words,
 )
-from lightning_ncclsafe.rules.recorded.roots import Root, RootCause, roots, roots_of
+from lightning_ncclsafe.rules.recorded.kit.roots import Root, RootCause, roots, roots_of
 
 
 def is_dead(finding: Finding, others: Findings) -> bool:

@@ -14,17 +14,17 @@ from lightning_ncclsafe.rules.kit import (
     group_words,
     recorded_rule,
 )
-from lightning_ncclsafe.rules.recorded.calls import has_dumps, idle_behind
-from lightning_ncclsafe.rules.recorded.divergences import OF_TWO
-from lightning_ncclsafe.rules.recorded.ends import failed
-from lightning_ncclsafe.rules.recorded.evidence import (
+from lightning_ncclsafe.rules.recorded.kit.calls import has_dumps, idle_behind
+from lightning_ncclsafe.rules.recorded.kit.divergences import OF_TWO
+from lightning_ncclsafe.rules.recorded.kit.ends import failed
+from lightning_ncclsafe.rules.recorded.kit.evidence import (
     counters_evidence,
     log_evidence,
     one_element_evidence,
     waiting_in,
     waiting_words,
 )
-from lightning_ncclsafe.rules.recorded.statements import LogStatements, stated
+from lightning_ncclsafe.rules.recorded.kit.statements import LogStatements, stated
 
 
 @recorded_rule(

@@ -16,8 +16,8 @@ from lightning_ncclsafe.rules.kit import (
     location_of,
     recorded_rule,
 )
-from lightning_ncclsafe.rules.recorded.calls import has_moved
-from lightning_ncclsafe.rules.recorded.evidence import (
+from lightning_ncclsafe.rules.recorded.kit.calls import has_moved
+from lightning_ncclsafe.rules.recorded.kit.evidence import (
     counters_evidence,
     exception_in_log,
     log_evidence,

@@ -18,10 +18,10 @@ from lightning_ncclsafe.rules.kit import (
     ranks_words,
     recorded_rule,
 )
-from lightning_ncclsafe.rules.recorded.calls import has_called_in, has_dumps, idle_behind, record_of
-from lightning_ncclsafe.rules.recorded.divergences import OF_TWO, conflict
-from lightning_ncclsafe.rules.recorded.ends import failed, failed_in_nccl
-from lightning_ncclsafe.rules.recorded.evidence import (
+from lightning_ncclsafe.rules.recorded.kit.calls import has_called_in, has_dumps, idle_behind, record_of
+from lightning_ncclsafe.rules.recorded.kit.divergences import OF_TWO, conflict
+from lightning_ncclsafe.rules.recorded.kit.ends import failed, failed_in_nccl
+from lightning_ncclsafe.rules.recorded.kit.evidence import (
     NO_LONGER_TIMEOUT,
     counters_evidence,
     exception_in_log,
@@ -31,7 +31,7 @@ from lightning_ncclsafe.rules.recorded.evidence import (
     waiting_in,
     waiting_words,
 )
-from lightning_ncclsafe.rules.recorded.statements import LogStatements, compared, stated
+from lightning_ncclsafe.rules.recorded.kit.statements import LogStatements, compared, stated
 
 
 @recorded_rule(

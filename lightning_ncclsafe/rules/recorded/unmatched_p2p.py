@@ -17,10 +17,15 @@ from lightning_ncclsafe.rules.kit import (
     outstanding_p2p,
     recorded_rule,
 )
-from lightning_ncclsafe.rules.recorded.calls import end_of, has_dumps
-from lightning_ncclsafe.rules.recorded.ends import failed
-from lightning_ncclsafe.rules.recorded.evidence import NO_LONGER_TIMEOUT, consequence_evidence, described, first_site
-from lightning_ncclsafe.rules.recorded.roots import Root, RootCause, roots_of
+from lightning_ncclsafe.rules.recorded.kit.calls import end_of, has_dumps
+from lightning_ncclsafe.rules.recorded.kit.ends import failed
+from lightning_ncclsafe.rules.recorded.kit.evidence import (
+    NO_LONGER_TIMEOUT,
+    consequence_evidence,
+    described,
+    first_site,
+)
+from lightning_ncclsafe.rules.recorded.kit.roots import Root, RootCause, roots_of
 
 _LISTED = 6
 

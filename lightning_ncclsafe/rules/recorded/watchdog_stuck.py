@@ -12,9 +12,9 @@ from lightning_ncclsafe.rules.kit import (
     recorded_rule,
     verb,
 )
-from lightning_ncclsafe.rules.recorded.calls import record_of
-from lightning_ncclsafe.rules.recorded.ends import failed
-from lightning_ncclsafe.rules.recorded.evidence import log_evidence
+from lightning_ncclsafe.rules.recorded.kit.calls import record_of
+from lightning_ncclsafe.rules.recorded.kit.ends import failed
+from lightning_ncclsafe.rules.recorded.kit.evidence import log_evidence
 
 
 @recorded_rule(

@@ -23,8 +23,8 @@ from lightning_ncclsafe.rules.kit import (
     ranks_words,
     verb,
 )
-from lightning_ncclsafe.rules.recorded.calls import end_of, record_of
-from lightning_ncclsafe.rules.recorded.roots import Root
+from lightning_ncclsafe.rules.recorded.kit.calls import end_of, record_of
+from lightning_ncclsafe.rules.recorded.kit.roots import Root
 
 NO_LONGER_TIMEOUT = (
     "A longer timeout only lets the others wait longer, nothing reads NCCL_TIMEOUT, and a GPU that waits shows 100 % "

@@ -19,7 +19,7 @@ from functools import cached_property
 
 from lightning_ncclsafe.facts import Collective, Group
 from lightning_ncclsafe.rules.kit import Timeline, numel, once, signature
-from lightning_ncclsafe.rules.recorded.calls import (
+from lightning_ncclsafe.rules.recorded.kit.calls import (
     OTHER_KIND,
     Calls,
     Op,

@@ -1,19 +1,22 @@
 """Recorded calls that differ between ranks under one number: who deviates, what each called, and how sure that is.
 
-The causes are mismatched-collective, where only sizes or types of one operation differ, and diverged-collectives.
+Where dumps have stacks, they show which call some ranks have skipped, or made alone. The causes are
+mismatched-collective, where only sizes or types of one operation differ, and diverged-collectives.
 """
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from hashlib import blake2b
 from itertools import combinations
+from pathlib import PurePath
 
-from lightning_ncclsafe.facts import Collective, RankFacts, StatementKind
+from lightning_ncclsafe.facts import Collective, Frame, RankFacts, StatementKind
 from lightning_ncclsafe.rules.kit import (
     Confidence,
     Divergence,
     Evidence,
     Finding,
-    Plan,
+    Shift,
     Timeline,
     at_words,
     call_words,
@@ -24,22 +27,26 @@ from lightning_ncclsafe.rules.kit import (
     evidence_about,
     finding,
     group_words,
+    inside_trainer,
+    location_of,
     numel,
     once,
     ranks_words,
-    recorded_rule,
+    shift,
     signature,
 )
-from lightning_ncclsafe.rules.recorded.call_sites import left_out_at, left_out_evidence, out_of_step
-from lightning_ncclsafe.rules.recorded.calls import record_of
-from lightning_ncclsafe.rules.recorded.ends import failed, misled
-from lightning_ncclsafe.rules.recorded.evidence import described, first_site, log_evidence, one_element_evidence
-from lightning_ncclsafe.rules.recorded.statements import LogStatements, stated
+from lightning_ncclsafe.rules.recorded.kit.calls import record_of
+from lightning_ncclsafe.rules.recorded.kit.ends import failed, misled
+from lightning_ncclsafe.rules.recorded.kit.evidence import described, first_site, log_evidence, one_element_evidence
+from lightning_ncclsafe.rules.recorded.kit.statements import LogStatements, stated
 
 # Operations in logs that may involve only two ranks.
 OF_TWO = ("send", "recv", "recvanysource", "coalesced")
 _LISTED = 8
-_COMPARED = 64
+_COMPARED_CALLS = 64
+# Of the ranks that have made the same call, this many are compared with the others.
+_COMPARED_RANKS = 32
+_MOST_SIDES = 4
 
 
 @once
@@ -58,7 +65,7 @@ def _filled_in(calls: dict[int, Collective]) -> dict[int, Collective]:
     These are taken from the only call of a dump that it can be.
     """
     known = {signature(call): call for call in calls.values() if call.dtypes}
-    if len(known) > _COMPARED:
+    if len(known) > _COMPARED_CALLS:
         return calls
     return {rank: call if call.dtypes else _as_in_dump(call, known.values()) for rank, call in calls.items()}
 
@@ -75,7 +82,7 @@ def _is_comparable(view: Timeline, rank: int, call: Collective) -> bool:
     return bool(call.op) and not (is_of_log and call.op in OF_TWO)
 
 
-def _is_one_operation(split: Divergence) -> bool:
+def is_one_operation(split: Divergence) -> bool:
     """Whether all called the same operation, so that only sizes or types differ."""
     return len({_operation(call) for call in split.calls.values()}) == 1
 
@@ -83,7 +90,7 @@ def _is_one_operation(split: Divergence) -> bool:
 def _any_differ(calls: Iterable[Collective]) -> bool:
     """Whether any two differ; details that a log does not give are no difference."""
     variants = {signature(call): call for call in calls}
-    return any(_differ(one, other) for one, other in combinations(list(variants.values())[:_COMPARED], 2))
+    return any(_differ(one, other) for one, other in combinations(list(variants.values())[:_COMPARED_CALLS], 2))
 
 
 def _differ(one: Collective, other: Collective) -> bool:
@@ -103,14 +110,14 @@ def _operation(call: Collective) -> str:
     return call.op.removesuffix("_barrier")
 
 
-def _finding(view: Timeline, split: Divergence, why: str) -> Finding:
+def divergence_finding(view: Timeline, split: Divergence, why: str) -> Finding:
     """The finding if the calls of the ranks are known.
 
     Args:
         why: What follows from it, the end of a sentence.
     """
     # Without a majority, what ranks have always called may decide.
-    habit = out_of_step(view, split) if len(split.deviating) == len(split.calls) else ()
+    habit = _shifted_ranks(view, split) if len(split.deviating) == len(split.calls) else ()
     ranks = habit or split.deviating
     different = split.variants
     listed = [
@@ -124,16 +131,16 @@ def _finding(view: Timeline, split: Divergence, why: str) -> Finding:
         ranks,
         f"{text}: {why}.",
         confidence=Confidence.CERTAIN if _is_certain(view, split) and not habit else Confidence.LIKELY,
-        location=left_out_at(view, split) or first_site(split.calls[rank] for rank in ranks),
+        location=_left_out_at(view, split) or first_site(split.calls[rank] for rank in ranks),
         evidence=(
             *_evidence(view, different),
-            *left_out_evidence(view, split),
+            *_left_out_evidence(view, split),
             *one_element_evidence(call for call, _ in different),
         ),
     )
 
 
-def _stated_finding(view: Timeline, kind: StatementKind, why: str) -> Iterator[Finding]:
+def stated_finding(view: Timeline, kind: StatementKind, why: str) -> Iterator[Finding]:
     """The finding if PyTorch or NCCL itself has compared the ranks.
 
     Args:
@@ -173,7 +180,7 @@ def _evidence(view: Timeline, variants: list[tuple[Collective, tuple[int, ...]]]
         yield Evidence(source="log", text=f"{text}, and asked for more memory than exists: that follows from this.")
 
 
-def _apart(view: Timeline) -> tuple[int, ...]:
+def read_other_data(view: Timeline) -> tuple[int, ...]:
     """Ranks from which others have read a number of parameters, and that have found no difference themselves.
 
     Every rank compares the numbers of all: if the models did differ, both sides would have found that.
@@ -190,104 +197,67 @@ def _tells(facts: RankFacts) -> bool:
     return record.has_log and bool(facts.exception is not None or record.waited_ms)
 
 
-def _of_models(view: Timeline) -> Iterator[Finding]:
-    """DDP has compared the numbers of parameters, as they were read."""
-    found = stated(view, StatementKind.OTHER_MODEL)
-    if not found or _apart(view) or conflict(view) is not None or failed(view):
-        return
-    ranks = found[0].ranks
-    who = next(iter(rank for rank in ranks if rank != found[0].by), ranks[0])
-    is_mutual = len(set(found.by) & set(ranks)) > 1
-    why = "the models differ"
-    if not is_mutual:
-        why = f"the models differ, or rank {who} called something else there, as nothing checks what was read"
-    yield finding(view, ranks, f"{capitalised(found[0].detail)}: {why}.", evidence=found.evidence)
+def _left_out_at(view: Timeline, split: Divergence) -> str:
+    """The user's line of the first call that only some ranks have made; empty if stacks do not show it."""
+    found = _shift(view, split.group, _compared(view, split))
+    return location_of(found.frame) if found is not None else ""
 
 
-def _of_no_models(view: Timeline) -> Iterator[Finding]:
-    """What ranks have read as numbers of parameters are other data."""
-    ranks, found = _apart(view), stated(view, StatementKind.OTHER_MODEL)
-    if not ranks or conflict(view) is not None or failed(view):
-        return
-    text = f"{ranks_words(ranks)} called something else where {ranks_words(found.by)} compared their models"
-    why = f"{found[0].detail}, which is other data, as {ranks_words(ranks)} found no difference"
-    yield finding(view, ranks, f"{capitalised(text)}: {why}.", evidence=found.evidence)
+def _shifted_ranks(view: Timeline, split: Divergence) -> tuple[int, ...]:
+    """The ranks that have skipped a call, or made one alone; empty if stacks and later calls do not show which."""
+    found = _decided_shift(view, split)
+    return found.ranks if found is not None and found.count else ()
 
 
-_WHY_MISMATCHED = "the operation differs in size or type between ranks and cannot complete"
+def _left_out_evidence(view: Timeline, split: Divergence) -> Iterator[Evidence]:
+    """Which ranks have made a call that the others have not."""
+    found = _decided_shift(view, split)
+    if found is not None:
+        number = f" (number {found.call.seq:,})" if found.call.seq != split.seq else ""
+        yield Evidence(source="flight recorder", text=f"By their stacks, {found.words()}{number}.")
 
 
-@recorded_rule(
-    after="dead-rank",
-    remedy=(
-        "Either tensors differ: give this collective one shape and type on all ranks (pad them, or exchange their "
-        "sizes first), and look for a last batch that is shorter on one rank. Or ranks are in different calls of one "
-        "operation: one of them skipped a collective or called an extra one, under a condition on the rank or on the "
-        "data. The lines that called them decide: record with TORCH_FR_BUFFER_SIZE=2000 if they are not given. No "
-        "timeout is long enough."
-    ),
-    plan=Plan.STOP,
-    is_mutual=True,
-)
-def mismatched_collective(view: Timeline) -> Iterator[Finding]:
-    """Under one sequence number of a group, the number of elements or the type of one operation differs between ranks.
-
-    Symptom:
-        The ranks' timeouts have the same SeqNum and OpType but different NumelIn on some of them; "Detected mismatch
-        between collectives on ranks" (TORCH_DISTRIBUTED_DEBUG=DETAIL).
-
-    Cause:
-        A tensor whose shape depends on the rank's data; a rank that is one collective ahead of the others or behind.
-
-    Remedy:
-        Make the tensors, or the order of calls, identical on all ranks.
-
-    Cannot see:
-        Which of the two it is, if the recorder kept no stacks; sizes that may differ (all_to_all, coalesced).
-    """
-    split = conflict(view)
-    if split is not None and _is_one_operation(split):
-        yield _finding(view, split, _WHY_MISMATCHED)
-    yield from _stated_finding(view, StatementKind.OTHER_SIZES, _WHY_MISMATCHED)
-    yield from _of_models(view)
+def _decided_shift(view: Timeline, split: Divergence) -> Shift | None:
+    ranks = _compared(view, split)
+    found = _shift(view, split.group, ranks)
+    return found if found is not None and found.is_decided and len(ranks) == len(split.calls) else None
 
 
-_WHY_DIVERGED = "these can never complete together"
-_UNLESS = "unless one of them still calls what the others wait in, these never complete"
+def _compared(view: Timeline, split: Divergence) -> tuple[int, ...]:
+    """Ranks whose dumps are compared, some of each side; none if a side has no dump."""
+    ranks: list[int] = []
+    sides = split.variants
+    for _, who in sides if len(sides) <= _MOST_SIDES else ():
+        dumped = [rank for rank in who if record_of(view.facts[rank]).has_dump]
+        if not dumped:
+            return ()
+        ranks += dumped[:_COMPARED_RANKS]
+    return tuple(sorted(ranks))
 
 
-@recorded_rule(
-    after="mismatched-collective",
-    remedy=(
-        "Make every rank call the same collectives in the same order: no self.log(sync_dist=True), metric.compute(), "
-        "all_gather, barrier or save_checkpoint under a condition on the rank or on the data, equally many batches on "
-        "all ranks, and the same branches of the model in forward. No timeout is long enough for this."
-    ),
-    follows=("crossed-groups", "mismatched-collective"),
-    reads_exceptions=True,
-    plan=Plan.STOP,
-    is_mutual=True,
-)
-def diverged_collectives(view: Timeline) -> Iterator[Finding]:
-    """Under one sequence number of a group, ranks recorded different operations, sizes or types.
+@once
+def _shift(view: Timeline, group: str, ranks: tuple[int, ...]) -> Shift | None:
+    if len(ranks) < 2:
+        return None
+    with_sites = tuple(_with_sites(view.facts[rank], group) for rank in ranks)
+    return shift(Timeline(replace(view.job, ranks=with_sites)), group)
 
-    Symptom:
-        The ranks' timeouts have the same SeqNum but different OpType or NumelIn on some of them; "Detected mismatch
-        between collectives on ranks" (TORCH_DISTRIBUTED_DEBUG=DETAIL).
 
-    Cause:
-        A collective under a condition that holds on some ranks only; a rank that is a batch ahead; different branches.
+def _with_sites(facts: RankFacts, group: str) -> RankFacts:
+    calls = [call for call in facts.collectives if call.group == group]
+    if not any(call.stack for call in calls):
+        # The recorder has kept no stacks: calls without one are not the backward pass alone.
+        return replace(facts, collectives=tuple(calls))
+    return replace(facts, collectives=tuple(replace(call, site=_site(call)) for call in calls))
 
-    Remedy:
-        Make every rank call the same collectives in the same order.
 
-    Cannot see:
-        What came before the recorder's oldest entry: this is the first difference among the entries that were kept.
-    """
-    split = conflict(view)
-    if split is not None and not _is_one_operation(split):
-        yield _finding(view, split, _WHY_DIVERGED)
-    yield from _stated_finding(view, StatementKind.OTHER_OPERATIONS, _WHY_DIVERGED)
-    yield from _of_no_models(view)
-    for unsure in _stated_finding(view, StatementKind.APART, _UNLESS):
-        yield replace(unsure, confidence=Confidence.POSSIBLE)
+def _site(call: Collective) -> str:
+    """What is equal on all ranks for calls from one place."""
+    if not call.stack:
+        return f"native:{call.op}:{numel(call)}"
+    places = "|".join(map(_place, inside_trainer(call.stack)))
+    return blake2b(places.encode("utf-8", "replace"), digest_size=6).hexdigest()
+
+
+def _place(frame: Frame) -> str:
+    return f"{'/'.join(PurePath(frame.file).parts[-2:])}:{frame.line}:{frame.function}"

@@ -3,8 +3,12 @@
 import re
 
 from lightning_ncclsafe.facts import ExceptionFacts
+from lightning_ncclsafe.facts.recorded import LOST_AT_SET_UP, SET_UP
 from lightning_ncclsafe.rules.kit import Timeline, has_given_up, message_of
-from lightning_ncclsafe.rules.recorded.calls import record_of
+from lightning_ncclsafe.rules.recorded.kit.calls import record_of
+
+AT_INIT = (SET_UP, LOST_AT_SET_UP)
+"""Where a rank waits while the first communicator is set up."""
 
 # The watchdog aborts ranks that wait (-6), and a launcher sends SIGTERM to all others (-15).
 FATAL = {
@@ -92,3 +96,8 @@ def failed(view: Timeline) -> tuple[int, ...]:
 def a_timeout_expired(view: Timeline) -> bool:
     """Whether a rank's own timeout had expired: connections lost after that are consequences."""
     return any(record_of(facts).waited_ms or has_given_up(facts) for facts in view.facts.values())
+
+
+def lost_at_init(view: Timeline) -> bool:
+    """Whether a rank lost the store while it waited for the set-up of a communicator."""
+    return any(record_of(facts).awaited_in == LOST_AT_SET_UP for facts in view.facts.values())
