@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from lightning_ncclsafe.checkpoints.boundary import NO_STEP
 from lightning_ncclsafe.exchange import Exchange, poll_interval_s, wait_for_keys
 from lightning_ncclsafe.facts import codec
-from lightning_ncclsafe.rules.kit.wording import ranks_words
+from lightning_ncclsafe.facts.wording import ranks_words
 
 _ORDER = "checkpoint/order"
 

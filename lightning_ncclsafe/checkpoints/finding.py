@@ -17,8 +17,8 @@ from lightning_ncclsafe.checkpoints.folder import METADATA, REST, check_lengths,
 from lightning_ncclsafe.code.marks import Mark, marked
 from lightning_ncclsafe.exchange import Exchange, ExchangeError, keep_trying, wait_for_keys
 from lightning_ncclsafe.facts import codec
+from lightning_ncclsafe.facts.wording import clause
 from lightning_ncclsafe.report.terminal import say_on_stderr
-from lightning_ncclsafe.rules.kit.wording import clause
 
 _SUFFIX = ".ckpt"
 # A sharded checkpoint is a folder: shards in torch's distributed format, and the rest in a file of Lightning's.

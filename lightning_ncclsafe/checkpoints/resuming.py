@@ -12,9 +12,9 @@ from lightning_ncclsafe.checkpoints.position import DataPosition
 from lightning_ncclsafe.checkpoints.position_file import PositionFile, read_position
 from lightning_ncclsafe.code.patching import WrappedMethod
 from lightning_ncclsafe.exchange import Exchange, ExchangeError
+from lightning_ncclsafe.facts.wording import ranks_words
 from lightning_ncclsafe.probes.process.environment import launch_words
 from lightning_ncclsafe.report.terminal import say_on_stderr
-from lightning_ncclsafe.rules.kit.wording import ranks_words
 from lightning_ncclsafe.settings import CheckpointSettings
 
 # Ranks get here within a moment of each other, but listing a folder on slow storage takes time.

@@ -25,9 +25,9 @@ from lightning_ncclsafe.checkpoints.sharded_save import ShardedSave, failure_wor
 from lightning_ncclsafe.checkpoints.shards import OwnShard
 from lightning_ncclsafe.code.marks import Mark, marked
 from lightning_ncclsafe.exchange import Exchange, ExchangeError, comes_first, poll_interval_s, wait_for, wait_for_keys
+from lightning_ncclsafe.facts.wording import ranks_words
 from lightning_ncclsafe.probes.process.environment import launch_words
 from lightning_ncclsafe.report.terminal import say_on_stderr
-from lightning_ncclsafe.rules.kit.wording import ranks_words
 from lightning_ncclsafe.settings import CheckpointSettings
 
 # How long ranks wait for the others' reports: all are asked by one verdict, or stop before one batch.

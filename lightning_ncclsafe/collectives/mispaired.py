@@ -9,11 +9,11 @@ from itertools import chain
 from lightning_ncclsafe._torch import recorders
 from lightning_ncclsafe.collectives.recording import size_bytes
 from lightning_ncclsafe.facts import Frame
+from lightning_ncclsafe.facts.wording import capitalised, group_words, location_of, ranks_words, size_words
 from lightning_ncclsafe.probes.process.stacks import call_site, with_source
 from lightning_ncclsafe.recorder.model import backend_of, group_of, seq_of
 from lightning_ncclsafe.report.lines import safe
 from lightning_ncclsafe.rules.kit.frames import deepest_user_frame
-from lightning_ncclsafe.rules.kit.wording import capitalised, group_words, location_of, ranks_words, size_words
 from lightning_ncclsafe.timing.matching import Mispairing, PairedCall
 
 

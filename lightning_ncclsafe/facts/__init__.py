@@ -2,7 +2,8 @@
 
 All types are imported from here. ``job`` puts together what the others describe: ``frames``, ``collectives``,
 ``processes``, the ``trainer``, its ``data``, the ``machine``, and what was ``recorded``. Beside them, ``findings`` is
-what rules conclude, ``codec`` writes both as JSON, and ``phase_kinds`` is what is known of the phases of a run.
+what rules conclude, ``codec`` writes both as JSON, ``phase_kinds`` is what is known of the phases of a run, and
+``wording`` puts ranks, durations, sizes and places into words.
 Imports nothing of this package.
 """
 

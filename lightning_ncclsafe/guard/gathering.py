@@ -21,10 +21,10 @@ from lightning_ncclsafe.exchange import (
     wait_for_keys,
 )
 from lightning_ncclsafe.facts import ANSWERING, ENDED, STOPPED, Incident, JobFacts, ProcessFacts, RankFacts, codec
+from lightning_ncclsafe.facts.wording import size_words
 from lightning_ncclsafe.guard.reporter import Verdict
 from lightning_ncclsafe.probes.host.resources import look_at
 from lightning_ncclsafe.probes.rank_info import RankInfo, info_key
-from lightning_ncclsafe.rules.kit.wording import size_words
 
 # Ranks that only wait answer within some 50 ms; a rank that is still silent after this is looked at from outside.
 ANSWER_S = 0.6

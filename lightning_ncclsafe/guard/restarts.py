@@ -19,12 +19,12 @@ from lightning_ncclsafe.code.side_thread import NoThreadError, SideThread, Unans
 from lightning_ncclsafe.errors import PlannedStopError
 from lightning_ncclsafe.exchange import Exchange, ExchangeError, poll_interval_s, wait_for, wait_for_keys
 from lightning_ncclsafe.facts.findings import NextStart, Plan
+from lightning_ncclsafe.facts.wording import ranks_words
 from lightning_ncclsafe.guard.ending import say_goodbye, wait_for_others
 from lightning_ncclsafe.guard.shared import Place
 from lightning_ncclsafe.probes.process.environment import JOB, launch_words
 from lightning_ncclsafe.report.json import PLAN_FILE, plan_words, read_plan
 from lightning_ncclsafe.report.terminal import say_on_stderr
-from lightning_ncclsafe.rules.kit.wording import ranks_words
 from lightning_ncclsafe.rules.planning import SAME_MOST, is_same
 
 # Folders of incidents, a few for each start.

@@ -39,6 +39,7 @@ from lightning_ncclsafe.facts import (
     ThreadPlace,
     UnrecordedGroup,
 )
+from lightning_ncclsafe.facts.wording import capitalised, location_of, ranks_words, verb
 from lightning_ncclsafe.inspecting.joining import LONG_STEP_S
 from lightning_ncclsafe.inspecting.looks import Look, SeenFrame
 from lightning_ncclsafe.inspecting.rank_objects import RankObjects, UnreadObjects, errors_of
@@ -49,7 +50,6 @@ from lightning_ncclsafe.probes.process.environment import settings_seen
 from lightning_ncclsafe.probes.process.growth import with_core_shares
 from lightning_ncclsafe.probes.process.stacks import both_ends, stack_in_collective, with_source
 from lightning_ncclsafe.rules.kit.activity import activity
-from lightning_ncclsafe.rules.kit.wording import capitalised, location_of, ranks_words, verb
 
 _MOST_THREADS = 4
 _SOURCES_S = 1.0

@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from lightning_ncclsafe.facts import RankFacts
+from lightning_ncclsafe.facts.wording import capitalised, ranks_words
 from lightning_ncclsafe.inspecting.ranks import RankProcess
 from lightning_ncclsafe.inspecting.sources import folder_of
 from lightning_ncclsafe.probes.absent import or_none
 from lightning_ncclsafe.reading.dumps import from_json, from_pickle, is_dump
 from lightning_ncclsafe.reading.evidence import Artifacts
 from lightning_ncclsafe.reading.values import ReadingError
-from lightning_ncclsafe.rules.kit.wording import capitalised, ranks_words
 
 _SOCKET, _PIPE = "TORCH_WORKER_SERVER_SOCKET", "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"
 # The first one that is set counts. If none is, the default depends on PyTorch's version.

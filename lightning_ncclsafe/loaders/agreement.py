@@ -10,6 +10,7 @@ from lightning_ncclsafe.errors import DatasetMismatchError, UnevenDataError
 from lightning_ncclsafe.exchange.meeting import Agreed, Meeting
 from lightning_ncclsafe.facts import DataFacts, EpochEnd, Incident, IncidentKind, JobFacts, LoaderFacts, RankFacts
 from lightning_ncclsafe.facts.findings import Diagnosis, Evidence, Severity
+from lightning_ncclsafe.facts.wording import joined, short_place
 from lightning_ncclsafe.loaders.lockstep import BatchesRead, Votes
 from lightning_ncclsafe.probes.process.environment import launch_words
 from lightning_ncclsafe.report.folder import IncidentNumbers, write_all
@@ -32,7 +33,6 @@ from lightning_ncclsafe.rules.kit.data import (
     evaluates_independently,
     runs_independently,
 )
-from lightning_ncclsafe.rules.kit.wording import joined, short_place
 from lightning_ncclsafe.settings import OnUneven
 
 LineAt = Callable[[tuple[int, ...]], str]

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Sequence
 
 from lightning_ncclsafe.facts import LoggerFacts
+from lightning_ncclsafe.facts.wording import size_words
 from lightning_ncclsafe.loggers.segments import StagedFrame
-from lightning_ncclsafe.rules.kit.wording import size_words
 
 # How many different failures of single calls are printed.
 _MOST_REPORTED = 5

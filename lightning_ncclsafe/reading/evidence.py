@@ -13,6 +13,7 @@ from typing import Any
 
 from lightning_ncclsafe.facts import JobFacts, RankFacts, RecordFacts
 from lightning_ncclsafe.facts.findings import Diagnosis
+from lightning_ncclsafe.facts.wording import ranks_words
 from lightning_ncclsafe.reading.dumps import (
     MOST_BYTES,
     MOST_CONTAINERS,
@@ -30,7 +31,6 @@ from lightning_ncclsafe.reading.runs import Apart, apart
 from lightning_ncclsafe.reading.values import ReadingError, whole
 from lightning_ncclsafe.recorder.model import MOST_ENTRIES
 from lightning_ncclsafe.report.json import ReportError, read_report
-from lightning_ncclsafe.rules.kit.wording import ranks_words
 
 STANDARD_INPUT = "-"
 _REPORT = "report.json"

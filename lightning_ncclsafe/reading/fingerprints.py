@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from lightning_ncclsafe.facts import Statement, StatementKind
+from lightning_ncclsafe.facts.wording import clause
 from lightning_ncclsafe.reading.values import ranks, whole
 from lightning_ncclsafe.report.lines import cut
-from lightning_ncclsafe.rules.kit.wording import clause
 
 _LONGEST_LINE = 300
 _LONGEST_DETAIL = 400

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_ncclsafe.facts import Group
+from lightning_ncclsafe.facts.wording import ranks_words
 from lightning_ncclsafe.reading.values import mapping, ranks, text
 from lightning_ncclsafe.recorder.model import GroupPosition, Recorder
-from lightning_ncclsafe.rules.kit.wording import ranks_words
 
 DEFAULT_GROUP = ("0", "default_pg")
 MOST_GROUPS = 4096

@@ -14,12 +14,12 @@ from lightning_ncclsafe.facts import (
     RankFacts,
     RecordFacts,
 )
+from lightning_ncclsafe.facts.wording import ranks_words, short_location
 from lightning_ncclsafe.reading.groups import DEFAULT_GROUP
 from lightning_ncclsafe.reading.rank_log import UNKNOWN_GROUP, RankLog
 from lightning_ncclsafe.reading.values import MOST_RANKS
 from lightning_ncclsafe.reading.watchdog import TimedOut
 from lightning_ncclsafe.rules.kit.frames import deepest_user_frame
-from lightning_ncclsafe.rules.kit.wording import ranks_words, short_location
 
 _UNSIZED = (
     "Nothing that was read says how many ranks the job has: it had {size} or more. Ranks without a dump or a log may "

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 from lightning_ncclsafe.code.libraries import COLLECTIVES, DATALOADER, WAITS_FOR_OTHERS
 from lightning_ncclsafe.facts import Frame, Statement, StatementKind
+from lightning_ncclsafe.facts.wording import clause, ranks_words
 from lightning_ncclsafe.reading.values import MOST_RANKS, frame, whole
-from lightning_ncclsafe.rules.kit.wording import clause, ranks_words
 
 _BEGINS = re.compile(r"^Process \d{1,10}: (?P<command>.{0,4000})")
 _RANK = re.compile(r"--(?:local[-_])?rank[= ]['\"]?(\d{1,6})\b|::\w{1,60}_TP(\d{1,6})\b")

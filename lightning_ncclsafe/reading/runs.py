@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 from lightning_ncclsafe.facts import Collective, Group, RankFacts
+from lightning_ncclsafe.facts.wording import group_words, ranks_words
 from lightning_ncclsafe.reading.groups import DEFAULT_GROUP
 from lightning_ncclsafe.rules.kit.waits import caller_of
-from lightning_ncclsafe.rules.kit.wording import group_words, ranks_words
 
 # These end on no rank before all have called them.
 _OF_ALL = ("all_", "allgather", "allreduce", "_allgather", "reduce_scatter", "_reduce_scatter", "barrier")

@@ -4,12 +4,12 @@ import re
 from collections.abc import Iterator
 
 from lightning_ncclsafe.facts import Statement, StatementKind
+from lightning_ncclsafe.facts.wording import clause
 from lightning_ncclsafe.reading import printed_stacks
 from lightning_ncclsafe.reading.fingerprints import Mismatch
 from lightning_ncclsafe.reading.printed_stacks import PrintedStacks
 from lightning_ncclsafe.reading.values import ranks, whole
 from lightning_ncclsafe.report.lines import cut
-from lightning_ncclsafe.rules.kit.wording import clause
 
 _LONGEST_LINE = 300
 _LONGEST_DETAIL = 200

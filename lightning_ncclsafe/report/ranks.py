@@ -9,11 +9,7 @@ from itertools import chain, islice
 
 from lightning_ncclsafe.facts import Frame, IncidentKind, InspectionFacts, JobFacts, Phase, RankFacts
 from lightning_ncclsafe.facts.findings import Diagnosis, Finding
-from lightning_ncclsafe.rules.kit.activity import outstanding_p2p
-from lightning_ncclsafe.rules.kit.landmarks import Kind
-from lightning_ncclsafe.rules.kit.sentences import batch_words, exception_place, wait_words
-from lightning_ncclsafe.rules.kit.timeline import Timeline
-from lightning_ncclsafe.rules.kit.wording import (
+from lightning_ncclsafe.facts.wording import (
     capitalised,
     clause,
     duration_words,
@@ -22,6 +18,10 @@ from lightning_ncclsafe.rules.kit.wording import (
     ranks_words,
     under_words,
 )
+from lightning_ncclsafe.rules.kit.activity import outstanding_p2p
+from lightning_ncclsafe.rules.kit.landmarks import Kind
+from lightning_ncclsafe.rules.kit.sentences import batch_words, exception_place, wait_words
+from lightning_ncclsafe.rules.kit.timeline import Timeline
 from lightning_ncclsafe.rules.recorded.kit.evidence import Words
 
 NOTHING = "Nothing found: no rank waits for another in what was read."

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from lightning_ncclsafe.facts import STORE_UNUSABLE, Incident, IncidentKind, JobFacts
 from lightning_ncclsafe.facts.findings import Diagnosis, Evidence, Finding
+from lightning_ncclsafe.facts.wording import duration_words, ranks_words
 from lightning_ncclsafe.report.json import plan_words
 from lightning_ncclsafe.report.lines import WIDTH, cut, moment_words, safe, section, wrapped
 from lightning_ncclsafe.report.ranks import (
@@ -27,7 +28,6 @@ from lightning_ncclsafe.report.tables.preflight import preflight_table
 from lightning_ncclsafe.rules.kit.sentences import batch_words
 from lightning_ncclsafe.rules.kit.silent_ranks import is_gone
 from lightning_ncclsafe.rules.kit.timeline import timeline
-from lightning_ncclsafe.rules.kit.wording import duration_words, ranks_words
 from lightning_ncclsafe.rules.planning import next_start
 
 _SHORT_EVIDENCE = 3

@@ -57,7 +57,7 @@ from lightning_ncclsafe.facts import (
     StorageFacts,
     TrainerFacts,
 )
-from lightning_ncclsafe.rules.kit.wording import location_of
+from lightning_ncclsafe.facts.wording import location_of
 
 EVALUATE = user("evaluate", 73, condition="if self.trainer.is_global_zero:  (line 70)", code="self.score(image)")
 

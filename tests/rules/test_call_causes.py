@@ -48,10 +48,10 @@ from lightning_ncclsafe.facts import (
     UnitKind,
 )
 from lightning_ncclsafe.facts.findings import Confidence, Finding
+from lightning_ncclsafe.facts.wording import location_of
 from lightning_ncclsafe.rules.hang.crossed_groups import creation
 from lightning_ncclsafe.rules.judging import judge
 from lightning_ncclsafe.rules.kit.timeline import Timeline
-from lightning_ncclsafe.rules.kit.wording import location_of
 
 
 def found(facts: JobFacts) -> dict[str, Finding]:

@@ -12,7 +12,7 @@ from typing import Literal
 from lightning_ncclsafe.code.marks import Mark, marked
 from lightning_ncclsafe.exchange import Exchange, ExchangeError, wait_for
 from lightning_ncclsafe.facts import Capacity, codec
-from lightning_ncclsafe.rules.kit.wording import size_words
+from lightning_ncclsafe.facts.wording import size_words
 
 Bound = Literal["memory", "shm", "files"]
 # More workers per core gain nothing, even if they mostly wait for storage.

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 
 from lightning_ncclsafe.facts import Frame, RankFacts
 from lightning_ncclsafe.facts.findings import Diagnosis, Finding
+from lightning_ncclsafe.facts.wording import capitalised, location_of, ranks_words
 from lightning_ncclsafe.report.ranks import hosts_words, is_compared, is_recorded, without_repeats
 from lightning_ncclsafe.report.text import observed
 from lightning_ncclsafe.rules.common_paths import with_common_paths
 from lightning_ncclsafe.rules.kit.sentences import others_wait
 from lightning_ncclsafe.rules.kit.timeline import Timeline
-from lightning_ncclsafe.rules.kit.wording import capitalised, location_of, ranks_words
 
 Place = Callable[[int, str], str]
 """The place on the page of a rank's facts for an observation's source; empty if they are not on it."""

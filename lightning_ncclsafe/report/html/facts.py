@@ -12,9 +12,9 @@ from typing import Any
 
 from lightning_ncclsafe.facts import Frame, RankFacts
 from lightning_ncclsafe.facts.findings import Diagnosis
+from lightning_ncclsafe.facts.wording import capitalised, duration_words, ranks_words, short_location, size_words
 from lightning_ncclsafe.report.ranks import RankStates
 from lightning_ncclsafe.report.tables.data import rank_numbers
-from lightning_ncclsafe.rules.kit.wording import capitalised, duration_words, ranks_words, short_location, size_words
 
 _LONGEST = 2_000
 _MOST_LISTED = 40

@@ -9,9 +9,9 @@ from itertools import islice
 
 from lightning_ncclsafe.facts import RankFacts
 from lightning_ncclsafe.facts.findings import Diagnosis
+from lightning_ncclsafe.facts.wording import call_words, capitalised, duration_words, ranks_words, short_location
 from lightning_ncclsafe.report.ranks import RankStates, is_recorded
 from lightning_ncclsafe.rules.kit.activity import hook_words
-from lightning_ncclsafe.rules.kit.wording import call_words, capitalised, duration_words, ranks_words, short_location
 
 # The time shown before the stall, as a share of its length.
 _BEFORE = 0.4

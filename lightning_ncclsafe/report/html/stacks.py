@@ -7,8 +7,8 @@ from itertools import groupby
 
 from lightning_ncclsafe.facts import Frame
 from lightning_ncclsafe.facts.findings import Diagnosis
+from lightning_ncclsafe.facts.wording import capitalised, clause, ranks_words
 from lightning_ncclsafe.rules.kit.activity import awaited_thread
-from lightning_ncclsafe.rules.kit.wording import capitalised, clause, ranks_words
 
 _MOST_STACKS = 16
 _MOST_FRAMES = 80

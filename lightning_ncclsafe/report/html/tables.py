@@ -8,6 +8,7 @@ from typing import Any
 
 from lightning_ncclsafe.facts import RankFacts
 from lightning_ncclsafe.facts.findings import Diagnosis
+from lightning_ncclsafe.facts.wording import call_words, ranks_words
 from lightning_ncclsafe.report.html.facts import nothing_in, pairs, table_of
 from lightning_ncclsafe.report.lines import first_of
 from lightning_ncclsafe.report.ranks import is_compared
@@ -16,7 +17,6 @@ from lightning_ncclsafe.report.tables.preflight import measured, steady
 from lightning_ncclsafe.rules.kit.data import JobData
 from lightning_ncclsafe.rules.kit.hosts import JobHosts
 from lightning_ncclsafe.rules.kit.timeline import GroupView, Timeline
-from lightning_ncclsafe.rules.kit.wording import call_words, ranks_words
 
 # Each has its own column.
 _FEW_RANKS = 4

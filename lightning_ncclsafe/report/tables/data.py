@@ -6,10 +6,10 @@ from dataclasses import replace
 
 from lightning_ncclsafe.facts import JobFacts, LoaderFacts
 from lightning_ncclsafe.facts.findings import Diagnosis, Severity
+from lightning_ncclsafe.facts.wording import ranks_words
 from lightning_ncclsafe.report.lines import columns, cut, safe, wrapped
 from lightning_ncclsafe.rules.kit.data import Differences, JobData, JobLoader, Questions, value_words
 from lightning_ncclsafe.rules.kit.parts import grouped
-from lightning_ncclsafe.rules.kit.wording import ranks_words
 
 _FEW_LOADERS = 4
 _MOST_ANSWERS = 4

@@ -4,11 +4,11 @@ from collections.abc import Callable, Iterator
 
 from lightning_ncclsafe.facts import DirectoryFacts, JobFacts, PreflightFacts
 from lightning_ncclsafe.facts.findings import Diagnosis, Finding, Severity
+from lightning_ncclsafe.facts.wording import ranks_words, size_words
 from lightning_ncclsafe.report.lines import columns, cut, first_of, safe, section, wrapped
 from lightning_ncclsafe.report.tables.data import host_words, rank_numbers
 from lightning_ncclsafe.rules.kit.hosts import JobHosts, in_flight_bytes
 from lightning_ncclsafe.rules.kit.parts import Groups, grouped
-from lightning_ncclsafe.rules.kit.wording import ranks_words, size_words
 from lightning_ncclsafe.rules.preflight.directories import checked_directories
 from lightning_ncclsafe.rules.preflight.settings import differing_settings, versions_of
 

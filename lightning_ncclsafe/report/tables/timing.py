@@ -4,9 +4,9 @@ import io
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 
+from lightning_ncclsafe.facts.wording import capitalised, size_words
 from lightning_ncclsafe.report.lines import cut, safe
 from lightning_ncclsafe.report.times import bandwidth_words, share_words, straggler_sentence, time_words
-from lightning_ncclsafe.rules.kit.wording import capitalised, size_words
 from lightning_ncclsafe.timing.stragglers import LEAST_STEPS
 from lightning_ncclsafe.timing.summary import OpSummary, RankSummary, TimingSummary
 

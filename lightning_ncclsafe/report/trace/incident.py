@@ -11,10 +11,10 @@ from typing import Any
 
 from lightning_ncclsafe.facts import Collective, RankFacts
 from lightning_ncclsafe.facts.findings import Diagnosis
+from lightning_ncclsafe.facts.wording import call_words, location_of
 from lightning_ncclsafe.report.lines import safe
 from lightning_ncclsafe.report.text import answer_words, incident_words
 from lightning_ncclsafe.rules.kit.activity import hook_words
-from lightning_ncclsafe.rules.kit.wording import call_words, location_of
 
 _ACTIONS_TID = 1
 _FIRST_GROUP_TID = 2

@@ -6,7 +6,7 @@ known code around and below them. Of a job that waits, ``activity`` answers what
 what a collective is for, ``positions`` how far ranks are in their data, ``user_lines`` which line of the user's code
 decides. Four modules compare what ranks call: ``divergences`` by the recorder, ``waits`` by stacks, ``shifts`` by calls
 that only some have made, ``passes`` by backward passes. The others are about one kind of evidence each. ``sentences``
-builds findings, with the words in ``wording``.
+builds findings, with the words of ``facts.wording``.
 """
 
 from lightning_ncclsafe.facts.findings import Confidence as Confidence
@@ -15,6 +15,7 @@ from lightning_ncclsafe.facts.findings import Evidence as Evidence
 from lightning_ncclsafe.facts.findings import Finding as Finding
 from lightning_ncclsafe.facts.findings import Plan as Plan
 from lightning_ncclsafe.facts.findings import Severity as Severity
+from lightning_ncclsafe.facts.wording import *
 from lightning_ncclsafe.rules.kit.activity import *
 from lightning_ncclsafe.rules.kit.alone import *
 from lightning_ncclsafe.rules.kit.caught_exceptions import *
@@ -42,4 +43,3 @@ from lightning_ncclsafe.rules.kit.timeline import *
 from lightning_ncclsafe.rules.kit.user_lines import *
 from lightning_ncclsafe.rules.kit.wait_circles import *
 from lightning_ncclsafe.rules.kit.waits import *
-from lightning_ncclsafe.rules.kit.wording import *

@@ -9,13 +9,7 @@ from typing import Any
 from lightning_ncclsafe.code.libraries import PROCESSES, WAITS_FOR_THREADS
 from lightning_ncclsafe.facts import CaughtException, Decides, Frame, IncidentKind, JobFacts, RankFacts
 from lightning_ncclsafe.facts.findings import Evidence, Finding
-from lightning_ncclsafe.rules.kit.activity import hook_words
-from lightning_ncclsafe.rules.kit.exception_messages import error_words
-from lightning_ncclsafe.rules.kit.frames import deepest_user_frame, inside_trainer, is_in
-from lightning_ncclsafe.rules.kit.gloo_aborts import aborted_by_gloo
-from lightning_ncclsafe.rules.kit.rule import Rule, once
-from lightning_ncclsafe.rules.kit.timeline import Timeline, stack_of, timeline
-from lightning_ncclsafe.rules.kit.wording import (
+from lightning_ncclsafe.facts.wording import (
     at_words,
     condition_words,
     duration_words,
@@ -23,6 +17,12 @@ from lightning_ncclsafe.rules.kit.wording import (
     location_of,
     short_location,
 )
+from lightning_ncclsafe.rules.kit.activity import hook_words
+from lightning_ncclsafe.rules.kit.exception_messages import error_words
+from lightning_ncclsafe.rules.kit.frames import deepest_user_frame, inside_trainer, is_in
+from lightning_ncclsafe.rules.kit.gloo_aborts import aborted_by_gloo
+from lightning_ncclsafe.rules.kit.rule import Rule, once
+from lightning_ncclsafe.rules.kit.timeline import Timeline, stack_of, timeline
 
 # An exception that was raised this often is part of how the code works: it is listed, but explains nothing.
 _USUAL = 8

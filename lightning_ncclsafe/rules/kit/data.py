@@ -6,9 +6,9 @@ from typing import TypeVar
 
 from lightning_ncclsafe.facts import DataFacts, JobFacts, LoaderFacts
 from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding, Severity
+from lightning_ncclsafe.facts.wording import apart_words, capitalised, counted, plural, ranks_words
 from lightning_ncclsafe.rules.kit.parts import Groups, evidence_about, grouped
 from lightning_ncclsafe.rules.kit.rule import Rules, View
-from lightning_ncclsafe.rules.kit.wording import apart_words, capitalised, counted, plural, ranks_words
 
 _T = TypeVar("_T")
 _X = TypeVar("_X")

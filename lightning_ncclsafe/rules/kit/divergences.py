@@ -8,6 +8,15 @@ from collections.abc import Iterable, Iterator
 from lightning_ncclsafe.code.libraries import BACKWARD, FSDP, LOGGED_VALUES, MODEL_CHECKPOINT
 from lightning_ncclsafe.facts import Collective, Frame, RankFacts, UnitKind
 from lightning_ncclsafe.facts.findings import Evidence
+from lightning_ncclsafe.facts.wording import (
+    call_words,
+    capitalised,
+    clause,
+    collective_words,
+    encloses_words,
+    place_words,
+    ranks_words,
+)
 from lightning_ncclsafe.rules.kit.caught_exceptions import (
     beyond_try,
     caught_by,
@@ -34,15 +43,6 @@ from lightning_ncclsafe.rules.kit.silent_ranks import is_gone
 from lightning_ncclsafe.rules.kit.timeline import Divergence, Timeline, stack_of
 from lightning_ncclsafe.rules.kit.user_lines import called_at
 from lightning_ncclsafe.rules.kit.waits import condition_of, is_of_wait, out_of_step, under_rank_condition
-from lightning_ncclsafe.rules.kit.wording import (
-    call_words,
-    capitalised,
-    clause,
-    collective_words,
-    encloses_words,
-    place_words,
-    ranks_words,
-)
 
 _CALLING_CODE = (
     (LOGGED_VALUES, "in the reduction of a logged value"),

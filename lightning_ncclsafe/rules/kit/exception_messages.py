@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from lightning_ncclsafe.code.libraries import DISTRIBUTED
 from lightning_ncclsafe.facts import CaughtException, ExceptionFacts, RankFacts
-from lightning_ncclsafe.rules.kit.wording import capitalised
+from lightning_ncclsafe.facts.wording import capitalised
 
 # Messages of the kernel, gloo, NCCL's sockets and its InfiniBand transport.
 _LOST = re.compile(

@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 from lightning_ncclsafe.facts import ExitCall
 from lightning_ncclsafe.facts.findings import Evidence
+from lightning_ncclsafe.facts.wording import short_place
 from lightning_ncclsafe.rules.kit.rule import once
 from lightning_ncclsafe.rules.kit.timeline import Timeline
-from lightning_ncclsafe.rules.kit.wording import short_place
 
 _FEW = 4
 # Nobody else sends these but timers, and the kernel to a process that has used up its CPU time.

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from lightning_ncclsafe.facts import FileLockFacts, LockHolder, RankFacts
+from lightning_ncclsafe.facts.wording import duration_words
 from lightning_ncclsafe.rules.kit.activity import Activity, hardly_runs
 from lightning_ncclsafe.rules.kit.landmarks import Kind
-from lightning_ncclsafe.rules.kit.wording import duration_words
 
 _OLD_S = 60.0
 

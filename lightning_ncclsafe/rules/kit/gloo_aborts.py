@@ -20,13 +20,13 @@ from lightning_ncclsafe.code.libraries import (
 )
 from lightning_ncclsafe.facts import Collective, Frame, RankFacts, element_bytes
 from lightning_ncclsafe.facts.findings import Evidence
+from lightning_ncclsafe.facts.wording import numel, ranks_words, verb
 from lightning_ncclsafe.rules.kit.frames import below_user, deepest_user_frame, inside_trainer, is_in
 from lightning_ncclsafe.rules.kit.landmarks import condition_around
 from lightning_ncclsafe.rules.kit.parts import minority, ranks_by
 from lightning_ncclsafe.rules.kit.rule import once
 from lightning_ncclsafe.rules.kit.silent_ranks import is_gone, signal_of
 from lightning_ncclsafe.rules.kit.timeline import Timeline, stack_of
-from lightning_ncclsafe.rules.kit.wording import numel, ranks_words, verb
 
 # torch's frames between the caller's line and the collective.
 _NEAR = 8

@@ -7,9 +7,9 @@ from functools import cached_property
 from typing import TypeVar
 
 from lightning_ncclsafe.facts import JobFacts, PreflightFacts
+from lightning_ncclsafe.facts.wording import ranks_words
 from lightning_ncclsafe.rules.kit.parts import Groups, grouped
 from lightning_ncclsafe.rules.kit.rule import Rules, View
-from lightning_ncclsafe.rules.kit.wording import ranks_words
 
 _T = TypeVar("_T")
 _FEW = 3

@@ -7,9 +7,9 @@ from enum import Enum
 
 from lightning_ncclsafe.facts import Collective, GpuFacts, HostFacts, ProcessFacts, RankFacts, StorageFacts
 from lightning_ncclsafe.facts.findings import Confidence, Evidence
+from lightning_ncclsafe.facts.wording import duration_words, size_words
 from lightning_ncclsafe.rules.kit.rule import named_by, once
 from lightning_ncclsafe.rules.kit.timeline import ROOTED, WHY_RANKS_WAIT, GroupView, Timeline
-from lightning_ncclsafe.rules.kit.wording import duration_words, size_words
 
 
 class Wait(Enum):

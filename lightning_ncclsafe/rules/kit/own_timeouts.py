@@ -3,9 +3,9 @@
 from collections.abc import Iterable
 
 from lightning_ncclsafe.facts import VOTE_GROUPS, group_and_backend
+from lightning_ncclsafe.facts.wording import capitalised, clause, duration_words, group_words
 from lightning_ncclsafe.rules.kit.rule import once
 from lightning_ncclsafe.rules.kit.timeline import Timeline
-from lightning_ncclsafe.rules.kit.wording import capitalised, clause, duration_words, group_words
 
 _RECENT = 16
 

@@ -4,11 +4,11 @@ from collections import Counter
 from typing import NamedTuple
 
 from lightning_ncclsafe.facts import StepFacts
+from lightning_ncclsafe.facts.wording import apart_words, ranks_words
 from lightning_ncclsafe.rules.kit.frames import has_passed, inside_trainer, user_frames
 from lightning_ncclsafe.rules.kit.parts import ranks_by
 from lightning_ncclsafe.rules.kit.rule import once
 from lightning_ncclsafe.rules.kit.timeline import Timeline
-from lightning_ncclsafe.rules.kit.wording import apart_words, ranks_words
 
 _MADE = ("backward passes", "backward passes that reduce nothing")
 # Backward passes per batch with automatic optimization, unless the optimizer evaluates the loss again.

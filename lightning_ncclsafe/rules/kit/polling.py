@@ -3,8 +3,8 @@
 import re
 
 from lightning_ncclsafe.facts import Frame
+from lightning_ncclsafe.facts.wording import condition_place, condition_words
 from lightning_ncclsafe.rules.kit.frames import inside_trainer
-from lightning_ncclsafe.rules.kit.wording import condition_place, condition_words
 
 _SLEEP = re.compile(r"\bsleep\(")
 _REMEDY = (

@@ -8,9 +8,9 @@ from lightning_ncclsafe.code import libraries
 from lightning_ncclsafe.code.libraries import Code
 from lightning_ncclsafe.code.marks import Mark
 from lightning_ncclsafe.facts import Collective, Frame, ModelUnit, Phase, RankFacts, UnitKind, group_and_backend
+from lightning_ncclsafe.facts.wording import elements, numel, size_words
 from lightning_ncclsafe.rules.kit.activity import is_in_action, open_collectives
 from lightning_ncclsafe.rules.kit.frames import below_user, deepest_user_frame, is_in
-from lightning_ncclsafe.rules.kit.wording import elements, numel, size_words
 
 _LISTED = 4
 # "model.layers.4" of "model.layers.4.attention.wq": the blocks of a model are numbered.

@@ -16,16 +16,7 @@ from lightning_ncclsafe.facts import (
     TriedAddress,
 )
 from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding, Severity
-from lightning_ncclsafe.rules.kit.activity import ASLEEP_S, asleep_s, has_no_trainer
-from lightning_ncclsafe.rules.kit.exception_messages import has_given_up
-from lightning_ncclsafe.rules.kit.frames import deepest_user_frame, first_user_frame, inside_trainer, outside_compiler
-from lightning_ncclsafe.rules.kit.landmarks import Kind, condition_around
-from lightning_ncclsafe.rules.kit.machine import Wait, wait_of
-from lightning_ncclsafe.rules.kit.polling import polled_at
-from lightning_ncclsafe.rules.kit.purpose import begins_another_forward, purpose_words
-from lightning_ncclsafe.rules.kit.rule import at_most_likely, once
-from lightning_ncclsafe.rules.kit.timeline import Timeline, stack_of
-from lightning_ncclsafe.rules.kit.wording import (
+from lightning_ncclsafe.facts.wording import (
     at_words,
     capitalised,
     clause,
@@ -40,6 +31,15 @@ from lightning_ncclsafe.rules.kit.wording import (
     ranks_words,
     verb,
 )
+from lightning_ncclsafe.rules.kit.activity import ASLEEP_S, asleep_s, has_no_trainer
+from lightning_ncclsafe.rules.kit.exception_messages import has_given_up
+from lightning_ncclsafe.rules.kit.frames import deepest_user_frame, first_user_frame, inside_trainer, outside_compiler
+from lightning_ncclsafe.rules.kit.landmarks import Kind, condition_around
+from lightning_ncclsafe.rules.kit.machine import Wait, wait_of
+from lightning_ncclsafe.rules.kit.polling import polled_at
+from lightning_ncclsafe.rules.kit.purpose import begins_another_forward, purpose_words
+from lightning_ncclsafe.rules.kit.rule import at_most_likely, once
+from lightning_ncclsafe.rules.kit.timeline import Timeline, stack_of
 
 _STAGES = {
     Phase.INIT: "before the first batch",

@@ -7,6 +7,7 @@ from itertools import pairwise
 
 from lightning_ncclsafe.code.libraries import JOIN, METRIC_GATHER
 from lightning_ncclsafe.facts import Collective, Frame, Progress
+from lightning_ncclsafe.facts.wording import at_words, call_words, ranks_words, under_words
 from lightning_ncclsafe.rules.kit.activity import is_in_action
 from lightning_ncclsafe.rules.kit.frames import (
     deepest_user_frame,
@@ -20,7 +21,6 @@ from lightning_ncclsafe.rules.kit.frames import (
 )
 from lightning_ncclsafe.rules.kit.rule import once
 from lightning_ncclsafe.rules.kit.timeline import ROOTED, Timeline, signature
-from lightning_ncclsafe.rules.kit.wording import at_words, call_words, ranks_words, under_words
 
 # A rank makes a few calls more or fewer, for one metric or one save; larger shifts would match any loop.
 _MAX_SHIFT = 8

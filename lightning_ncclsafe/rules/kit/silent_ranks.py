@@ -7,13 +7,13 @@ from enum import Enum
 from lightning_ncclsafe.code.libraries import STORAGE_COPIES
 from lightning_ncclsafe.facts import COLLECTOR, STOPPED, EndedProcess, Frame, ProcessFacts
 from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding
+from lightning_ncclsafe.facts.wording import location_of, place_words, size_words
 from lightning_ncclsafe.rules.kit.frames import deepest_user_frame
 from lightning_ncclsafe.rules.kit.landmarks import is_in_wait
 from lightning_ncclsafe.rules.kit.machine import Wait, wait_of
 from lightning_ncclsafe.rules.kit.rule import once
 from lightning_ncclsafe.rules.kit.sentences import finding, while_others_wait
 from lightning_ncclsafe.rules.kit.timeline import Timeline
-from lightning_ncclsafe.rules.kit.wording import location_of, place_words, size_words
 
 _DEAD = ("gone", "zombie")
 _ALIVE = ("running", "sleeping", "disk-sleep")

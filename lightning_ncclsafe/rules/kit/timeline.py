@@ -17,13 +17,13 @@ from lightning_ncclsafe.facts import (
     RankFacts,
     TrainerFacts,
 )
+from lightning_ncclsafe.facts.wording import numel
 from lightning_ncclsafe.rules.kit.activity import Activity, activity, is_unrecorded, open_collectives, waits_in_init
 from lightning_ncclsafe.rules.kit.exception_messages import with_consequence
 from lightning_ncclsafe.rules.kit.file_locks import LockWait, lock_waits, with_lock
 from lightning_ncclsafe.rules.kit.landmarks import Kind
 from lightning_ncclsafe.rules.kit.parts import minority, ranks_by
 from lightning_ncclsafe.rules.kit.rule import Rules, View, once, view_of
-from lightning_ncclsafe.rules.kit.wording import numel
 
 # Only the recorder's recent entries are compared: ranks that ran ahead have overwritten older ones.
 _WINDOW = 256

@@ -12,6 +12,15 @@ from typing import NamedTuple
 from lightning_ncclsafe.code.libraries import FORWARD, FSDP_FORWARD
 from lightning_ncclsafe.facts import Branch, Collective, Decides, Frame, ModelUnit, Phase, Progress, UnitKind
 from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding
+from lightning_ncclsafe.facts.wording import (
+    capitalised,
+    condition_place,
+    condition_words,
+    joined,
+    location_of,
+    short_location,
+    short_place,
+)
 from lightning_ncclsafe.rules.kit.caught_exceptions import continued_after_exception
 from lightning_ncclsafe.rules.kit.frames import (
     below_user,
@@ -27,15 +36,6 @@ from lightning_ncclsafe.rules.kit.purpose import unit_of
 from lightning_ncclsafe.rules.kit.rule import at_most_likely, once
 from lightning_ncclsafe.rules.kit.shifts import usual_sites
 from lightning_ncclsafe.rules.kit.timeline import Divergence, Timeline, signature, stack_of
-from lightning_ncclsafe.rules.kit.wording import (
-    capitalised,
-    condition_place,
-    condition_words,
-    joined,
-    location_of,
-    short_location,
-    short_place,
-)
 
 # A reader of the code would look at the first of these first.
 _RANKED = (Decides.RANK, Decides.VALUE, Decides.PASSES, Decides.EXCEPTION)

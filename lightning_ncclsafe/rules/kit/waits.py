@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from lightning_ncclsafe.code.libraries import DISTRIBUTED, LOGGED_VALUES, MODEL_CHECKPOINT
 from lightning_ncclsafe.facts import ELSE, PAST, Collective, Frame, RankFacts
+from lightning_ncclsafe.facts.wording import call_words, under_words
 from lightning_ncclsafe.rules.kit.activity import is_in_action, is_open_p2p, outstanding_p2p
 from lightning_ncclsafe.rules.kit.caught_exceptions import except_block_words, handling_exception, raised_at
 from lightning_ncclsafe.rules.kit.frames import deepest_user_frame, inside_trainer, is_in
@@ -18,7 +19,6 @@ from lightning_ncclsafe.rules.kit.parts import minority, ranks_by
 from lightning_ncclsafe.rules.kit.rule import once
 from lightning_ncclsafe.rules.kit.timeline import Signature, Timeline, signature, stack_of
 from lightning_ncclsafe.rules.kit.user_lines import in_own_call
-from lightning_ncclsafe.rules.kit.wording import call_words, under_words
 
 _P2P_CALLS = ("send", "recv", "batch_isend_irecv", "send_object_list", "recv_object_list")
 # "send 0->1", "recv 1<-0", in ranks of the group: the calling rank comes first.

@@ -3,7 +3,7 @@
 import pytest
 
 from lightning_ncclsafe.facts import Collective, Frame
-from lightning_ncclsafe.rules.kit.wording import (
+from lightning_ncclsafe.facts.wording import (
     apart_words,
     call_words,
     collective_words,
