@@ -8,6 +8,9 @@ from pathlib import PurePath
 
 from lightning_ncclsafe.facts import PAST, Collective, Frame, group_and_backend
 
+LISTED = 8
+"""How many of a kind a finding lists at most: ranks, calls, places."""
+
 _UNITS = ((1_000_000_000_000, "TB"), (1_000_000_000, "GB"), (1_000_000, "MB"), (1_000, "kB"))
 _MAX_RUNS = 12
 _LISTED_TENSORS = 6

@@ -19,8 +19,9 @@ from lightning_ncclsafe.facts import (
     RankFacts,
 )
 from lightning_ncclsafe.facts.findings import Confidence, Finding, Plan
+from lightning_ncclsafe.rules.hang.late_at_init import memory_words, used_up_words
 from lightning_ncclsafe.rules.judging import judge
-from lightning_ncclsafe.rules.kit.machine import growth_bytes_per_s, memory_words, used_up_words
+from lightning_ncclsafe.rules.kit.machine import growth_bytes_per_s
 
 MB, GB = 1_000_000, 1_000_000_000
 AVAILABLE = HostFacts(memory_available_bytes=2_100 * MB)

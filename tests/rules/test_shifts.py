@@ -12,9 +12,9 @@ from lightning_ncclsafe._torch import recorders
 from lightning_ncclsafe.facts import Action, Collective, Frame, JobFacts, LoggedKey, RankFacts, StepFacts
 from lightning_ncclsafe.facts.findings import Confidence
 from lightning_ncclsafe.probes.process import flight_recorder
+from lightning_ncclsafe.rules.hang.diverged_collectives.calls import divergence_location
 from lightning_ncclsafe.rules.kit.shifts import shift
 from lightning_ncclsafe.rules.kit.timeline import timeline
-from lightning_ncclsafe.rules.kit.user_lines import divergence_location
 
 # Each letter is a call site: its operation, its elements, and the user's line, if it has one.
 SITES = {

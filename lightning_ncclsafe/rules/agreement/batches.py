@@ -9,6 +9,7 @@ from lightning_ncclsafe.rules.agreement.settings import setting_errors
 from lightning_ncclsafe.rules.agreement.shares import sampler_errors
 from lightning_ncclsafe.rules.kit import (
     HOW_DATA_DIFFERS,
+    LISTED,
     TRAIN,
     Evidence,
     Finding,
@@ -137,7 +138,6 @@ def _harmless(view: JobData, loader: JobLoader) -> str:
     return f"As loaders are combined in mode {next(iter(view.data.values())).mode!r}, all ranks still end together."
 
 
-_LISTED = 8
 _END_POLICIES = {
     "raise": "All ranks stop here.",
     "stop_together": "With on_uneven='stop_together' this pass over the data ends here for all of them.",
@@ -155,7 +155,7 @@ def _ended_unevenly(view: JobData, loader: JobLoader, ended: tuple[int, ...]) ->
         _odd_ones(loader, ended, others) if view.policy == "raise" else ended,
         joined((text, _END_POLICIES.get(view.policy, ""))),
         severity=Severity.ERROR if view.policy == "raise" else Severity.WARNING,
-        evidence=tuple(_evidence(loader, rank) for rank in [*ended, *others][:_LISTED]),
+        evidence=tuple(_evidence(loader, rank) for rank in [*ended, *others][:LISTED]),
         remedy=_REMEDY_ENDED,
     )
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from lightning_ncclsafe.facts import DataFacts, JobFacts, LoaderFacts
 from lightning_ncclsafe.rules.kit import (
+    LISTED,
     Evidence,
     Finding,
     Groups,
@@ -28,8 +29,6 @@ from lightning_ncclsafe.rules.kit import (
     value_words,
     verb,
 )
-
-_LISTED = 8
 
 
 @agreement_rule(
@@ -66,7 +65,7 @@ def unpresented_loader(view: JobData) -> Iterator[Finding]:
 
 def _evidence(job: JobFacts, others: tuple[int, ...]) -> Iterator[Evidence]:
     yield Evidence(source="loader", text=f"{len(others):,} of {job.world_size:,} ranks presented their loaders.")
-    for process in job.witnessed[:_LISTED]:
+    for process in job.witnessed[:LISTED]:
         yield Evidence(source="process", rank=process.rank, text=f"Process {process.pid} is {process.state}.")
 
 

@@ -6,6 +6,7 @@ from typing import NamedTuple
 from lightning_ncclsafe.facts import DataFacts, LoaderFacts, SamplerFacts
 from lightning_ncclsafe.rules.kit import (
     CONTENTS,
+    LISTED,
     TRAIN,
     Confidence,
     Differences,
@@ -164,7 +165,7 @@ def _single(loader: JobLoader) -> bool:
 
 
 def _evidence(loader: JobLoader, shared: tuple[tuple[int, ...], ...]) -> Iterator[Evidence]:
-    for ranks in shared[:8]:
+    for ranks in shared[:LISTED]:
         facts = loader.facts[ranks[0]]
         prints = ", ".join(f"{kind} {facts.fingerprints[kind][:8]}" for kind in loader.kinds)
         sampler = f", read by {facts.sampler.name}" if facts.sampler else ""

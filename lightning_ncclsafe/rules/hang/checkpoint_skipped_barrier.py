@@ -8,6 +8,7 @@ from itertools import takewhile
 from lightning_ncclsafe.code.libraries import SAVE_CHECKPOINT
 from lightning_ncclsafe.facts import Branch, Decides, ExceptionFacts, Frame, RankFacts
 from lightning_ncclsafe.rules.kit import (
+    LISTED,
     Confidence,
     Evidence,
     Finding,
@@ -33,7 +34,6 @@ from lightning_ncclsafe.rules.kit import (
 )
 
 _SAVES = ("save_checkpoint", "barrier:Trainer.save_checkpoint")
-_LISTED = 8
 _SUPPRESSES = ("with", "async with")
 # Names in the clause of a handler.
 _TYPES = re.compile(r"\b(?!(?:except|with|async|suppress|contextlib|line)\b)[A-Za-z_]\w*")
@@ -151,7 +151,7 @@ def _may_catch(handler: str, raised: str) -> bool:
 
 
 def _evidence(view: Timeline, ranks: tuple[int, ...]) -> Iterator[Evidence]:
-    for rank in ranks[:_LISTED]:
+    for rank in ranks[:LISTED]:
         failed = view.facts[rank].failed_save
         if failed is not None:
             text = f"Its last save of a checkpoint raised {failed.type}: {failed.message}"

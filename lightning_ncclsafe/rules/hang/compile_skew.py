@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from lightning_ncclsafe.facts import Phase, RankFacts
 from lightning_ncclsafe.rules.kit import (
+    LISTED,
     Evidence,
     Finding,
     Timeline,
@@ -17,7 +18,6 @@ from lightning_ncclsafe.rules.kit import (
     while_others_wait,
 )
 
-_LISTED = 8
 _REMEDY = (
     "Give the first batch more time (PhaseTimeouts(first_batch=…)), and give all hosts the same warm caches: "
     "TORCHINDUCTOR_CACHE_DIR and TRITON_CACHE_DIR on a shared or copied path, filled once before the job. If it "
@@ -70,11 +70,11 @@ def _cold_cache_words(view: Timeline, ranks: tuple[int, ...]) -> str:
     others = {view.facts[rank].host for rank in view.waiting_besides(ranks)}
     if "" in hosts or hosts & others:
         return ""
-    return f": the caches of compiled code on {', '.join(sorted(hosts)[:_LISTED])} seem to be cold"
+    return f": the caches of compiled code on {', '.join(sorted(hosts)[:LISTED])} seem to be cold"
 
 
 def _evidence(view: Timeline, ranks: tuple[int, ...]) -> Iterator[Evidence]:
-    for rank in ranks[:_LISTED]:
+    for rank in ranks[:LISTED]:
         frame = next((frame for frame in reversed(view.facts[rank].stack) if is_compiling((frame,))), None)
         if frame is not None:
             yield Evidence(source="stack", rank=rank, text=f"Compiles at {short_location(frame)}.")

@@ -14,6 +14,7 @@ from lightning_ncclsafe.code.libraries import (
 )
 from lightning_ncclsafe.facts import ExceptionFacts, Frame, LoaderFacts, ProcessFacts, RankFacts
 from lightning_ncclsafe.rules.kit import (
+    LISTED,
     Evidence,
     Finding,
     Timeline,
@@ -97,7 +98,7 @@ def data_stall(view: Timeline) -> Iterator[Finding]:
     if not ranks:
         return
     facts = view.facts[ranks[0]]
-    details = (item for rank in ranks[:8] for item in _evidence(view.facts[rank]))
+    details = (item for rank in ranks[:LISTED] for item in _evidence(view.facts[rank]))
     yield straggler_finding(
         view,
         ranks,
@@ -178,7 +179,7 @@ def _worker_words(worker: ProcessFacts) -> str:
 def _evidence(facts: RankFacts) -> Iterator[Evidence]:
     for loader in facts.loaders:
         yield Evidence(source="loader", rank=facts.rank, text=_loader_words(loader))
-    for worker in facts.workers[:8]:
+    for worker in facts.workers[:LISTED]:
         cpu = f", {worker.cpu_s:.1f} s of CPU time" if worker.cpu_s is not None else ""
         rss = f", {size_words(worker.rss_bytes)} resident" if worker.rss_bytes is not None else ""
         text = f"Worker {worker.pid} is {_worker_words(worker)}{cpu}{rss}."

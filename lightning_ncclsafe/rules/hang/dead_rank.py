@@ -7,6 +7,7 @@ from typing import NamedTuple
 from lightning_ncclsafe.code.libraries import CTYPES
 from lightning_ncclsafe.facts import Frame, LastSeen, Phase, ProcessFacts, RankFacts
 from lightning_ncclsafe.rules.kit import (
+    LISTED,
     REMEDY_MAPPED_FILE,
     Confidence,
     Evidence,
@@ -404,7 +405,7 @@ def _lacks_memory(view: Timeline, ranks: tuple[int, ...]) -> bool:
 
 
 def _evidence(view: Timeline, ranks: tuple[int, ...], calls: ExitCalls) -> Iterable[Evidence]:
-    for rank in ranks[:8]:
+    for rank in ranks[:LISTED]:
         process = view.witnesses.get(rank)
         if process is not None:
             end = _end(view, rank)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from lightning_ncclsafe.code.libraries import RESUMED
 from lightning_ncclsafe.facts import LoopEnd, Phase, TrainerFacts
 from lightning_ncclsafe.rules.kit import (
+    LISTED,
     Confidence,
     Evidence,
     Finding,
@@ -30,7 +31,6 @@ from lightning_ncclsafe.rules.kit import (
     waiting_sentence,
 )
 
-_LISTED = 8
 _CHECKPOINT = "ckpt_path"
 _NOT_SET = "not set"
 _START = (_CHECKPOINT, "first epoch", "first step")
@@ -141,11 +141,11 @@ def _differing(view: Timeline) -> dict[str, dict[int, str]]:
 
 
 def _words(differing: dict[str, dict[int, str]]) -> Iterator[str]:
-    for name, values in list(differing.items())[:_LISTED]:
+    for name, values in list(differing.items())[:LISTED]:
         each = (f"{value} on {ranks_words(ranks)}" for value, ranks in ranks_by(values).items())
         yield f"{name} is {apart_words(each)}"
-    if len(differing) > _LISTED:
-        yield f"{len(differing) - _LISTED} more"
+    if len(differing) > LISTED:
+        yield f"{len(differing) - LISTED} more"
 
 
 def _evidence(differing: dict[str, dict[int, str]]) -> Iterator[Evidence]:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from lightning_ncclsafe.code.libraries import EVALUATION_LOOPS, LOGGED_VALUES, LOGGED_VALUES_READ, METRIC_GATHER
 from lightning_ncclsafe.facts import CaughtException, LoggedKey, MetricFacts, RankFacts, UnitKind
 from lightning_ncclsafe.rules.kit import (
+    LISTED,
     Confidence,
     Evidence,
     Finding,
@@ -56,7 +57,6 @@ from lightning_ncclsafe.rules.kit import (
     with_decision,
 )
 
-_LISTED = 8
 _REMEDY = (
     "Log the same keys with sync_dist=True on all ranks, in the same order. If a rank has nothing to log for a key, "
     "log a torchmetrics metric instead, also where it has had no update: 0 or nan would change the mean over ranks. "
@@ -318,7 +318,7 @@ def _different_states(view: Timeline) -> _States | None:
 
 def _states_finding(view: Timeline, metric: _States) -> Finding:
     has = ", ".join(
-        f"{len(states)} on {ranks_words(ranks)} ({', '.join(states[:_LISTED]) or 'a plain value'})"
+        f"{len(states)} on {ranks_words(ranks)} ({', '.join(states[:LISTED]) or 'a plain value'})"
         for states, ranks in metric.by_states.items()
     )
     few = min(metric.by_states.values(), key=len)
@@ -350,7 +350,7 @@ def _entries_finding(view: Timeline, syncing: tuple[int, ...], metric: MetricFac
     others = view.besides(syncing)
     few = min(syncing, others, key=len)
     ranks = tuple(few) if len(syncing) != len(others) else tuple(sorted(view.facts))
-    states = " and ".join(map(repr, metric.by_entry[:_LISTED]))
+    states = " and ".join(map(repr, metric.by_entry[:LISTED]))
     text = (
         f"{clause(syncing, 'synchronizes|synchronize')} the metric {metric.name} ({metric.type}) and "
         f"{clause(others, 'does|do')} not, or no longer; {states} is gathered entry by entry (dist_reduce_fx=None), "
@@ -484,7 +484,7 @@ def _key_evidence(view: Timeline) -> Iterator[Evidence]:
     logged = {rank: tuple(key.name for key in facts.steps.logged) for rank, facts in sorted(view.facts.items())}
     # A metric that is computed by itself needs no key.
     alike = ranks_by(logged) if any(logged.values()) else {}
-    for names, ranks in list(alike.items())[:_LISTED]:
-        listed = ", ".join(map(repr, names[:_LISTED])) + (", …" if len(names) > _LISTED else "")
+    for names, ranks in list(alike.items())[:LISTED]:
+        listed = ", ".join(map(repr, names[:LISTED])) + (", …" if len(names) > LISTED else "")
         text = f"{capitalised(clause(ranks, 'has|have'))} logged {listed or 'nothing'}."
         yield evidence_about(ranks, "logger", text)

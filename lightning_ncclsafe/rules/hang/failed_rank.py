@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from lightning_ncclsafe.code.libraries import AFTER_EXCEPTION, ALL_OF_LIGHTNING
 from lightning_ncclsafe.facts import ExceptionFacts, Frame, LoggedKey, RankFacts
 from lightning_ncclsafe.rules.kit import (
+    LISTED,
     Confidence,
     Divergence,
     Evidence,
@@ -151,7 +152,7 @@ def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
         confidence=Confidence.CERTAIN if split is None else Confidence.LIKELY,
         location=named_at or location_of(line),
         evidence=(
-            *(item for rank in ranks[:8] for item in exception_evidence(view.facts[rank])),
+            *(item for rank in ranks[:LISTED] for item in exception_evidence(view.facts[rank])),
             *call_evidence(split),
         ),
         remedy=missing or _REMEDIES.get(name, f"Correct the {name}{at}; the other ranks are ended because of it."),

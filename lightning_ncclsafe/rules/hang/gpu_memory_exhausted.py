@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from lightning_ncclsafe.facts import CaughtException, ExceptionFacts, RankFacts
 from lightning_ncclsafe.rules.kit import (
+    LISTED,
     Confidence,
     Divergence,
     Evidence,
@@ -53,7 +54,6 @@ _REMEDY_SWALLOWED = (
     "first (reduce a flag on all ranks, in every batch), or let the exception end the run; and use less memory: a "
     "smaller batch, a limit on the longest sample."
 )
-_LISTED = 8
 # If every rank of a large job raises at a different line, one of the first explains the others.
 _MOST = 16
 _FULL_SHARE = 0.02
@@ -144,7 +144,7 @@ def _raised(view: Timeline, ranks: tuple[int, ...], confidence: Confidence) -> F
         confidence=unless_caught(view, confidence),
         location=location_of(frame),
         evidence=(
-            *(item for rank in ranks[:_LISTED] for item in exception_evidence(view.facts[rank])),
+            *(item for rank in ranks[:LISTED] for item in exception_evidence(view.facts[rank])),
             *_evidence(view),
         ),
     )
@@ -209,7 +209,7 @@ def _full(view: Timeline, rank: int) -> Finding:
 
 def _evidence(view: Timeline) -> Iterator[Evidence]:
     """The memory of all GPUs, which shows one that differs."""
-    for rank, facts in sorted(view.facts.items())[:_LISTED]:
+    for rank, facts in sorted(view.facts.items())[:LISTED]:
         gpu = gpu_of(facts)
         if gpu is not None and gpu.free_bytes is not None and gpu.total_bytes is not None:
             text = f"Its GPU has {size_words(gpu.free_bytes)} of {size_words(gpu.total_bytes)} free."

@@ -5,6 +5,7 @@ from enum import Enum
 
 from lightning_ncclsafe.facts import RankFacts
 from lightning_ncclsafe.rules.kit import (
+    LISTED,
     Confidence,
     Evidence,
     Finding,
@@ -157,7 +158,7 @@ def _evidence(view: Timeline, pending: Pending, ranks: tuple[int, ...]) -> Itera
             yield Evidence(
                 source="flight recorder", text=f"{what} of {ranks_words(who)}: {collective_words(pending.first)}."
             )
-    for rank in ranks[:8]:
+    for rank in ranks[:LISTED]:
         yield from gpu_evidence(view.facts[rank])
 
 

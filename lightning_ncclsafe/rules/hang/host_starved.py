@@ -5,6 +5,7 @@ from enum import Enum
 
 from lightning_ncclsafe.facts import MainThreadFacts, PressureFacts, ProcessFacts, RankFacts
 from lightning_ncclsafe.rules.kit import (
+    LISTED,
     TOO_LITTLE_MEMORY,
     Evidence,
     Finding,
@@ -90,7 +91,10 @@ def host_starved(view: Timeline) -> Iterator[Finding]:
     for need, ranks in ranks_by(needs).items():
         if need is None:
             continue
-        evidence = (*(item for rank in ranks[:8] for item in _evidence(view.facts[rank])), *how_we_know(view, ranks))
+        evidence = (
+            *(item for rank in ranks[:LISTED] for item in _evidence(view.facts[rank])),
+            *how_we_know(view, ranks),
+        )
         amount = _amount(view.facts[ranks[0]], need, view.witnesses.get(ranks[0]))
         yield straggler_finding(view, ranks, need.words, amount, evidence=evidence, remedy=need.remedy)
 

@@ -3,7 +3,10 @@
 from collections.abc import Iterable, Iterator, Sequence
 
 from lightning_ncclsafe.facts import HostFacts, ProcessFacts
+from lightning_ncclsafe.facts.wording import duration_words, size_words
 from lightning_ncclsafe.rules.kit import (
+    GROWS_BYTES_PER_S,
+    LISTED,
     TOO_LITTLE_MEMORY,
     Confidence,
     Evidence,
@@ -14,9 +17,9 @@ from lightning_ncclsafe.rules.kit import (
     capitalised,
     clause,
     deepest_user_frame,
-    fills_memory,
     finding,
     first_user_frame,
+    growth_bytes_per_s,
     hang_rule,
     how_we_know,
     is_before_first_batch,
@@ -25,11 +28,9 @@ from lightning_ncclsafe.rules.kit import (
     line_words,
     location_of,
     memory_evidence,
-    memory_words,
     place_words,
     ranks_words,
     swaps,
-    used_up_words,
     verb,
     waiting_outside_trainer,
     waits_in_init,
@@ -37,8 +38,12 @@ from lightning_ncclsafe.rules.kit import (
     while_others_wait,
 )
 
+# Python, torch and its libraries alone: a process with less may still be importing them.
+_IMPORTED_BYTES = 1_000_000_000
+# Ranks wait for each other this long at a start, unless the program sets another limit: later is irrelevant.
+_SOON_S = 1800.0
+
 _REMEDY_NOT_STARTED = "Also check that every rank's process was started, and read its output."
-_LISTED = 8
 _OTHER_RULES = (Kind.LOCK, Kind.LOADER, Kind.LOGGER, Kind.CHECKPOINT, Kind.FINISHED)
 _REMEDY = (
     "Do this work once and ahead of the job (a separate script that leaves its result on disk), or in prepare_data, "
@@ -124,7 +129,7 @@ def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
         used_up_words(facts.host_facts, processes),
     )
     summary = f"{clause(ranks, 'is|are late: still')} {where_words(view, ranks[0])}{memory}"
-    amounts = (item for rank in ranks[:8] for item in memory_evidence(view.facts[rank]))
+    amounts = (item for rank in ranks[:LISTED] for item in memory_evidence(view.facts[rank]))
     is_preparing = all(is_in_action(view.facts[rank].progress, ".prepare_data") for rank in ranks)
     remedy = _memory_remedy(swapping, [view.facts[rank].host_facts for rank in ranks])
     return finding(
@@ -173,7 +178,7 @@ def _memory_remedy(swapping: bool, processes: Iterable[HostFacts | ProcessFacts]
     """What to do about the memory of processes that swap or still grow; empty if they do neither."""
     if swapping:
         return TOO_LITTLE_MEMORY
-    return _REMEDY_GROWS if any(map(fills_memory, processes)) else ""
+    return _REMEDY_GROWS if any(map(_fills_memory, processes)) else ""
 
 
 def _waiting_words(view: Timeline, whom: str) -> str:
@@ -182,7 +187,7 @@ def _waiting_words(view: Timeline, whom: str) -> str:
 
 
 def _processes_evidence(view: Timeline, ranks: Sequence[int], processes: Sequence[ProcessFacts]) -> Iterator[Evidence]:
-    for process in processes[:_LISTED]:
+    for process in processes[:LISTED]:
         words = [f"Process {process.pid} is {process.state}"]
         words += [f"waits in {process.wait_channel}"] if process.wait_channel else []
         memory = memory_words(process).removeprefix("with ")
@@ -198,3 +203,49 @@ def _processes_evidence(view: Timeline, ranks: Sequence[int], processes: Sequenc
         )
         yield Evidence(source="process", text=text)
     yield Evidence(source="phase", text=capitalised(_waiting_words(view, ranks_words(ranks))) + ".")
+
+
+def _fills_memory(facts: HostFacts | ProcessFacts) -> bool:
+    """Whether a process grows, and is larger than imports alone make it."""
+    return bool(growth_bytes_per_s(facts)) and (facts.rss_bytes or 0) + _swapped_bytes(facts) >= _IMPORTED_BYTES
+
+
+def _swapped_bytes(facts: HostFacts | ProcessFacts) -> int:
+    return (facts.process_swap_bytes if isinstance(facts, HostFacts) else facts.swap_bytes) or 0
+
+
+def memory_words(facts: HostFacts | ProcessFacts) -> str:
+    """``"with 3.4 GB resident, growing by 210.0 MB/s, 1.1 GB swapped out (+60.0 MB/s)"``; empty if unknown."""
+    swapped = _swapped_bytes(facts)
+    grows, swaps_out = facts.memory_growth_bytes_per_s or 0, facts.swap_growth_bytes_per_s or 0
+    words = [f"{size_words(facts.rss_bytes)} resident"] if facts.rss_bytes is not None else []
+    words += [f"growing by {size_words(grows)}/s"] if words and grows >= GROWS_BYTES_PER_S else []
+    if swapped:
+        words.append(f"{size_words(swapped)} swapped out")
+        words[-1] += f" (+{size_words(swaps_out)}/s)" if swaps_out >= GROWS_BYTES_PER_S else ""
+    return f"with {', '.join(words)}" if words else ""
+
+
+def used_up_words(host: HostFacts, ranks: Sequence[HostFacts | ProcessFacts]) -> str:
+    """``"the host's last 2.1 GB are used up in about 10 s"``; empty unless a rank fills them, in half an hour or less.
+
+    Args:
+        host: The host's memory, as a rank on it sees it.
+        ranks: All known ranks on it.
+    """
+    grows_bytes_per_s = sum(growth_bytes_per_s(facts) for facts in ranks if _fills_memory(facts))
+    left = list(_left(host, sum(facts.rss_bytes or 0 for facts in ranks)))
+    if not left or not grows_bytes_per_s:
+        return ""
+    left_bytes, whose = min(left)
+    left_s = left_bytes / grows_bytes_per_s
+    text = f"{whose} last {size_words(left_bytes)} are used up in about {duration_words(left_s)}"
+    return text if left_s < _SOON_S else ""
+
+
+def _left(host: HostFacts, resident_bytes: int) -> Iterator[tuple[int, str]]:
+    if host.memory_available_bytes is not None:
+        yield host.memory_available_bytes, "the host's"
+    # If the ranks together exceed the limit, each has a limit of its own, and not all of these are known.
+    if host.memory_limit_bytes is not None and host.memory_limit_bytes > resident_bytes:
+        yield host.memory_limit_bytes - resident_bytes, "the control group's"

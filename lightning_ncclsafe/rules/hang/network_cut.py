@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from lightning_ncclsafe.facts import Phase, TriedAddress
 from lightning_ncclsafe.rules.kit import (
+    LISTED,
     Confidence,
     Evidence,
     Finding,
@@ -26,7 +27,6 @@ from lightning_ncclsafe.rules.kit import (
 # "[10.0.0.2]:31337", "10.0.0.2<51000>", "node-1<40321>"
 _NAMED = re.compile(r"[\w.-]+(?=<\d+>)|(?<![\d.])\d{1,3}(?:\.\d{1,3}){3}(?![\d.])")
 _NO_ROUTE = re.compile(r"no route|unreachable|is down")
-_LISTED = 8
 _REMEDY_ONE_HOST = (
     "All ranks are on one host, so no cable is at fault: look for what closes or resets their connections, a firewall "
     "on the host, an interface that went down (dmesg, ip -s link), code that closes file descriptors or destroys the "
@@ -117,7 +117,7 @@ def _silently_cut(view: Timeline, cut: tuple[TriedAddress, ...], where: dict[int
         text,
         confidence=Confidence.LIKELY if _is_conclusive(view.job.tried, cut) else Confidence.POSSIBLE,
         evidence=(
-            *(Evidence(source="network", text=tried_words(one)) for one in view.job.tried[:_LISTED]),
+            *(Evidence(source="network", text=tried_words(one)) for one in view.job.tried[:LISTED]),
             *_interfaces(view),
         ),
         location="",
@@ -153,14 +153,14 @@ def _addresses(view: Timeline) -> Iterator[tuple[str, str]]:
 
 
 def _evidence(view: Timeline, messages: dict[int, str]) -> Iterator[Evidence]:
-    for rank, text in sorted(messages.items())[:_LISTED]:
+    for rank, text in sorted(messages.items())[:LISTED]:
         yield Evidence(source="exception", rank=rank, text=text)
     yield Evidence(source="process", text=f"Every rank has answered: {ranks_words(view.facts)}.")
     yield from _interfaces(view)
 
 
 def _interfaces(view: Timeline) -> Iterator[Evidence]:
-    for rank, facts in sorted(view.facts.items())[:_LISTED]:
+    for rank, facts in sorted(view.facts.items())[:LISTED]:
         interface = facts.machine.interface
         if interface is not None and interface.name:
             text = f"{interface.backend} uses {interface.name} {interface.address} ({interface.chosen_by})."

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator
 from lightning_ncclsafe.facts import Frame
 from lightning_ncclsafe.rules.kit import (
     AGREEMENT,
+    LISTED,
     Confidence,
     Evidence,
     Finding,
@@ -25,7 +26,6 @@ from lightning_ncclsafe.rules.kit import (
 )
 
 _INSTALLED = ("site-packages/", "dist-packages/")
-_LISTED = 8
 
 
 @hang_rule(
@@ -77,7 +77,7 @@ def _left_alone(view: Timeline) -> tuple[int, ...]:
 
 
 def _places(view: Timeline, ranks: tuple[int, ...]) -> Iterable[tuple[int, str]]:
-    frames = ((rank, _own_frame(view.facts[rank].stack)) for rank in ranks[:_LISTED])
+    frames = ((rank, _own_frame(view.facts[rank].stack)) for rank in ranks[:LISTED])
     return ((rank, location_of(frame)) for rank, frame in frames if frame is not None)
 
 

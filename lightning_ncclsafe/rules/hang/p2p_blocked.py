@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from lightning_ncclsafe.rules.kit import (
+    LISTED,
     Confidence,
     Evidence,
     Finding,
@@ -97,7 +98,7 @@ def _finding(view: Timeline, pending: Pending) -> Finding:
 def _evidence(view: Timeline, pending: Pending, started: bool) -> Iterator[Evidence]:
     what = "It has started on every device" if started else "Whether it has started on the devices is not known"
     yield Evidence(source="flight recorder", text=f"{what}, and nothing has ever completed on NCCL in this run.")
-    for rank in sorted(pending.calls)[:8]:
+    for rank in sorted(pending.calls)[:LISTED]:
         facts = view.facts[rank]
         gpu = gpu_of(facts)
         if gpu is not None:

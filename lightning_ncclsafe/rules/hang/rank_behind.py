@@ -1,26 +1,29 @@
 """The cause rank-behind: the others wait for a rank, and no more specific cause fits."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
+from lightning_ncclsafe.facts import ChildProcess, RankFacts
+from lightning_ncclsafe.facts.wording import capitalised, duration_words, group_words
 from lightning_ncclsafe.rules.kit import (
+    LISTED,
     Confidence,
     Evidence,
     Finding,
     Findings,
     Kind,
     Timeline,
-    awaited_process_sentence,
     blocked_at_one_line,
     clause,
     finding,
-    gives_up_words,
     handling_exception,
     hang_rule,
     held_remedy,
+    is_unenforced,
     joined,
     location_of,
     others_wait,
+    own_timeouts,
     polling_remedy,
     positions,
     ranks_by,
@@ -28,8 +31,8 @@ from lightning_ncclsafe.rules.kit import (
     straggler_finding,
     verb,
     where_words,
-    writes_to_pipe,
 )
+from lightning_ncclsafe.rules.kit.machine import Wait, wait_of
 
 _REMEDY = (
     "Look at why this line takes longer here than on the other ranks: its input (a larger sample, another branch), its "
@@ -140,7 +143,7 @@ def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
         confidence=Confidence.LIKELY if is_certain else Confidence.POSSIBLE,
         remedy=_REMEDY_FINISHED if is_over else _remedy(view, ranks, wait_alone=waits_alone),
     )
-    sentences = (found.summary, gives_up_words(view, view.waiting), awaited_process_sentence(view, ranks))
+    sentences = (found.summary, _gives_up_words(view, view.waiting), _awaited_process_sentence(view, ranks))
     return replace(found, summary=joined(sentences))
 
 
@@ -155,7 +158,7 @@ def _remedy(view: Timeline, ranks: tuple[int, ...], *, wait_alone: bool) -> str:
 def _remedy_alone(view: Timeline, ranks: tuple[int, ...]) -> str:
     awaited = [one[0] for rank in ranks if (one := view.facts[rank].awaited_processes)]
     if len(ranks) == len(awaited) == 1 and awaited[0].state != "zombie":
-        remedy = _REMEDY_FULL if writes_to_pipe(view.facts[ranks[0]]) else _REMEDY_PROCESS
+        remedy = _REMEDY_FULL if _writes_to_pipe(view.facts[ranks[0]]) else _REMEDY_PROCESS
         return remedy.format(pid=awaited[0].pid)
     return _REMEDY_ALONE.format(who=verb(ranks, "This rank does", "These ranks do"))
 
@@ -176,3 +179,41 @@ def _nobody_stands_out(view: Timeline) -> Finding:
         evidence=(Evidence(source="stack", text=f"Every rank that answered waits: {ranks_words(view.waiting)}."),),
         remedy=_REMEDY_UNKNOWN,
     )
+
+
+def _gives_up_words(view: Timeline, ranks: Iterable[int]) -> str:
+    """``"Group '1', in which ranks 0-1 wait, gives up after 3 s."``; empty if none of these waits in such a group.
+
+    Empty, too, if it has not given up after far longer.
+    """
+    own = own_timeouts(view)
+    pending = {rank: own[rank] for rank in sorted(ranks) if rank in own and not is_unenforced(view, rank)}
+    if len({*pending.values()}) != 1:
+        return ""
+    name, timeout_ms = next(iter(pending.values()))
+    waits = clause(tuple(pending), "waits|wait")
+    return f"{capitalised(group_words(name))}, in which {waits}, gives up after {duration_words(timeout_ms / 1000)}."
+
+
+def _awaited_process_sentence(view: Timeline, ranks: Iterable[int]) -> str:
+    """``"Rank 1 reads from its child process 123 (sh -c), which is sleeping."``; empty if no rank waits for one."""
+    facts = (view.facts[rank] for rank in [*ranks][:LISTED] if rank in view.facts)
+    parts = [_awaits_words(one, one.awaited_processes[0]) for one in facts if one.awaited_processes]
+    return f"{capitalised('; '.join(parts))}." if parts else ""
+
+
+def _writes_to_pipe(facts: RankFacts) -> bool:
+    """Whether a rank's main thread waits until somebody reads what it has written to a pipe."""
+    return "write" in _pipe_channel(facts)
+
+
+def _pipe_channel(facts: RankFacts) -> str:
+    thread = facts.machine.main_thread
+    return thread.wait_channel if thread is not None and wait_of(thread.wait_channel) is Wait.PIPE else ""
+
+
+def _awaits_words(facts: RankFacts, child: ChildProcess) -> str:
+    waits = "writes to" if _writes_to_pipe(facts) else "reads from" if "read" in _pipe_channel(facts) else "waits for"
+    command = f" ({child.command})" if child.command else ""
+    state = ", which has ended" if child.state == "zombie" else f", which is {child.state}" if child.state else ""
+    return f"rank {facts.rank} {waits} its child process {child.pid}{command}{state}"

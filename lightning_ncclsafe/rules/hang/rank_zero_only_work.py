@@ -6,6 +6,7 @@ from lightning_ncclsafe.code.libraries import SUBPROCESS
 from lightning_ncclsafe.facts import ELSE, Frame
 from lightning_ncclsafe.rules.kit import (
     FETCHES,
+    LISTED,
     AbortedModelRun,
     Confidence,
     Evidence,
@@ -270,7 +271,7 @@ def _saving(view: Timeline, stacks: dict[int, tuple[Frame, ...]]) -> Finding:
         location=location_of(frame),
         evidence=(
             *(shown if condition else ()),
-            *(end_evidence(view, rank) for rank in gone[:8]),
+            *(end_evidence(view, rank) for rank in gone[:LISTED]),
             *where_evidence(view, view.facts),
         ),
         remedy=_REMEDY_SAVING,
@@ -312,7 +313,7 @@ def _aborted(view: Timeline, run: AbortedModelRun) -> Finding:
         location=location_of(run.frame),
         evidence=(
             Evidence(source="source code", rank=rank, text=text_of_condition),
-            *(end_evidence(view, one) for one in ended[:8]),
+            *(end_evidence(view, one) for one in ended[:LISTED]),
             *where_evidence(view, view.facts),
         ),
         remedy=_REMEDY_SHARDED,

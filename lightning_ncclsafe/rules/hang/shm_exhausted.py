@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from lightning_ncclsafe.facts import RankFacts
 from lightning_ncclsafe.rules.kit import (
+    LISTED,
     Confidence,
     Evidence,
     Finding,
@@ -24,8 +25,6 @@ from lightning_ncclsafe.rules.kit import (
     where_words,
     while_others_wait,
 )
-
-_LISTED = 8
 
 
 @hang_rule(
@@ -84,7 +83,7 @@ def _raised(view: Timeline, ranks: tuple[int, ...], confidence: Confidence) -> F
         f"Shared memory (/dev/shm) {_USED_UP[confidence]} on {ranks_words(ranks)}{_room(facts)}, "
         f"{batch_words(facts.progress)}{while_others_wait(view, ranks)}."
     )
-    listed = (view.facts[rank] for rank in ranks[:_LISTED])
+    listed = (view.facts[rank] for rank in ranks[:LISTED])
     return finding(
         view,
         ranks,

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from lightning_ncclsafe.code.libraries import BACKWARD
 from lightning_ncclsafe.facts import Collective, Phase, RankFacts, StepFacts, UnitKind
 from lightning_ncclsafe.rules.kit import (
+    LISTED,
     Confidence,
     DecidingBranches,
     DifferentCounts,
@@ -49,7 +50,6 @@ from lightning_ncclsafe.rules.kit import (
 _REFUSED = "Skipping the `training_step`"
 # Of a recorded call only the user's frames are known.
 _BACKWARD = re.compile(r"\b(?:manual_)?backward\(")
-_LISTED = 8
 _OTHERS = 3
 _REMEDY_PASSES = (
     "Make the same backward passes on all ranks in every batch: decide from the batch's index whether an optimizer has "
@@ -371,7 +371,7 @@ def _at(facts: RankFacts) -> str:
 
 
 def _evidence(view: Timeline, ranks: tuple[int, ...]) -> Iterator[Evidence]:
-    for rank in (*ranks[:_LISTED], *view.besides(ranks)[:_OTHERS]):
+    for rank in (*ranks[:LISTED], *view.besides(ranks)[:_OTHERS]):
         facts = view.facts[rank]
         steps, raised = facts.steps, facts.exception
         text = f"{steps.with_backward} batches had a backward pass, {steps.skipped} had none."
@@ -379,7 +379,7 @@ def _evidence(view: Timeline, ranks: tuple[int, ...]) -> Iterator[Evidence]:
         if raised is not None and not raised.is_consequence:
             yield from exception_evidence(facts)
         if steps.skipped and steps.returns_nothing:
-            text = f"Returns nothing at {', '.join(map(short_place, steps.returns_nothing[:_LISTED]))}."
+            text = f"Returns nothing at {', '.join(map(short_place, steps.returns_nothing[:LISTED]))}."
             yield Evidence(source="source code", rank=rank, text=text)
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from lightning_ncclsafe.rules.kit import (
+    LISTED,
     Finding,
     Kind,
     Plan,
@@ -44,7 +45,7 @@ def slow_checkpoint(view: Timeline) -> Iterator[Finding]:
     if not ranks:
         return
     places = ", ".join(map(directory_words, directories(view.facts[ranks[0]], of_checkpoints=True)))
-    storage = (item for rank in ranks[:8] for item in storage_evidence(view.facts[rank], of_checkpoints=True))
+    storage = (item for rank in ranks[:LISTED] for item in storage_evidence(view.facts[rank], of_checkpoints=True))
     yield straggler_finding(
         view,
         ranks,

@@ -16,6 +16,7 @@ from lightning_ncclsafe.code.libraries import (
 from lightning_ncclsafe.code.marks import Mark
 from lightning_ncclsafe.facts import Frame, LoggerFacts, RankFacts
 from lightning_ncclsafe.rules.kit import (
+    LISTED,
     Evidence,
     Finding,
     Kind,
@@ -120,8 +121,8 @@ def slow_logger(view: Timeline) -> Iterator[Finding]:
         )
         return
     places = ", ".join(map(directory_words, directories(view.facts[ranks[0]], of_checkpoints=False)))
-    spent = (item for rank in ranks[:8] for item in _logger_evidence(view.facts[rank]))
-    storage = (item for rank in ranks[:8] for item in storage_evidence(view.facts[rank], of_checkpoints=False))
+    spent = (item for rank in ranks[:LISTED] for item in _logger_evidence(view.facts[rank]))
+    storage = (item for rank in ranks[:LISTED] for item in storage_evidence(view.facts[rank], of_checkpoints=False))
     yield straggler_finding(
         view,
         ranks,

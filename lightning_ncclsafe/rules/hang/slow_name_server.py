@@ -5,13 +5,21 @@ from collections.abc import Iterator
 
 from lightning_ncclsafe.code.libraries import NAME_LOOKUPS
 from lightning_ncclsafe.facts import RankFacts
-from lightning_ncclsafe.rules.kit import Evidence, Finding, Plan, Timeline, hang_rule, how_we_know, straggler_finding
+from lightning_ncclsafe.rules.kit import (
+    LISTED,
+    Evidence,
+    Finding,
+    Plan,
+    Timeline,
+    hang_rule,
+    how_we_know,
+    straggler_finding,
+)
 
 # C functions have no frame, but the line that calls them. torch resolves the address of each connection.
 _CALLS = re.compile(
     r"\b(?:TCPStore|rendezvous|getaddrinfo|gethostby\w+|getnameinfo|getfqdn|create_connection|urlopen)\("
 )
-_LISTED = 8
 
 
 @hang_rule(
@@ -45,8 +53,8 @@ def slow_name_server(view: Timeline) -> Iterator[Finding]:
     if not ranks:
         return
     asked = sorted({server for rank in ranks for server in view.facts[rank].machine.name_servers})
-    servers = f"the name server {asked[0]}" if len(asked) == 1 else f"the name servers {', '.join(asked[:_LISTED])}"
-    queries = (_query_evidence(rank, view.facts[rank]) for rank in ranks[:_LISTED])
+    servers = f"the name server {asked[0]}" if len(asked) == 1 else f"the name servers {', '.join(asked[:LISTED])}"
+    queries = (_query_evidence(rank, view.facts[rank]) for rank in ranks[:LISTED])
     evidence = (*queries, *how_we_know(view, ranks))
     yield straggler_finding(view, ranks, "is|are waiting for an answer from", f" {servers}", evidence=evidence)
 

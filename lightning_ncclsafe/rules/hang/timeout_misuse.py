@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from lightning_ncclsafe.facts import IncidentKind, Limited, RankFacts, TimeoutLine
 from lightning_ncclsafe.rules.kit import (
+    LISTED,
     Confidence,
     Evidence,
     Finding,
@@ -49,7 +50,6 @@ _LIMITED = (
 )
 # torch's own timeouts: a group without another one has such a timeout, and no line gives it that.
 _DEFAULT_MS = (600_000, 1_800_000)
-_LISTED = 8
 _REMEDY = (
     "Give this group the same timeout: torch.distributed.new_group(ranks, timeout=timedelta(...)), DeviceMesh and the "
     "store have their own, and timeout=timedelta(...) of the strategy applies to the groups that the strategy creates. "
@@ -186,7 +186,7 @@ def _evidence(view: Timeline, ranks: tuple[int, ...], unread: str, set_at: Timeo
     elif set_at is not None:
         text = f"Only {set_at.call} at {set_at.place} sets a timeout; how long it is is not written out there."
         yield Evidence(source="source code", text=text)
-    for rank in ranks[:_LISTED]:
+    for rank in ranks[:LISTED]:
         facts = view.facts[rank]
         yield from exception_evidence(facts)
         call = view.activities[rank].collective

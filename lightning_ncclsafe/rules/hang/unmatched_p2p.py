@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from lightning_ncclsafe.code.libraries import MODULE_CALLS
 from lightning_ncclsafe.facts import Collective, Decides, RankFacts
 from lightning_ncclsafe.rules.kit import (
+    LISTED,
     Confidence,
     Evidence,
     Finding,
@@ -49,7 +50,6 @@ _REMEDY_CIRCLE = (
 )
 _HOPS = 4
 _STEP = "training_step"
-_LISTED = 8
 
 
 @hang_rule(
@@ -107,7 +107,7 @@ def in_circle(view: Timeline, circle: dict[int, int]) -> Finding:
     # NCCL's sends and receives return at once: that a rank waits for one is concluded from its line.
     is_seen = all(view.facts[rank].steps.peer >= 0 for rank in circle)
     is_certain = is_seen and all(waits_in_one_group(view.facts[rank]) for rank in circle)
-    listed = list(circle.items())[:_LISTED]
+    listed = list(circle.items())[:LISTED]
     seen = [
         Evidence(source="stack", rank=rank, text=f"Is in {wait_words(view, rank)} with rank {peer}.")
         for rank, peer in listed

@@ -5,6 +5,7 @@ from datetime import datetime, timezone
 
 from lightning_ncclsafe.facts import JobFacts, SilentHost
 from lightning_ncclsafe.rules.kit import (
+    LISTED,
     Evidence,
     Finding,
     Plan,
@@ -18,7 +19,6 @@ from lightning_ncclsafe.rules.kit import (
     while_others_wait,
 )
 
-_LISTED = 8
 _FEW = 3
 
 
@@ -60,10 +60,10 @@ def unreachable_host(view: Timeline) -> Iterator[Finding]:
         view,
         ranks,
         text,
-        evidence=tuple(_evidence(host) for host in lost[:_LISTED]),
+        evidence=tuple(_evidence(host) for host in lost[:LISTED]),
         remedy=f"Look at {_names(lost)} and at the network between {them} and {lost[0].seen_from}: power, the kernel's "
         f"log (dmesg), the link and its switch port. Start the job again without {them}, under SLURM with --exclude="
-        f"{','.join(host.host for host in lost[:_LISTED])}.",
+        f"{','.join(host.host for host in lost[:LISTED])}.",
         location="",
     )
 

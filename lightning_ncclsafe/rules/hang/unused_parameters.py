@@ -6,6 +6,7 @@ from dataclasses import replace
 from lightning_ncclsafe.code.libraries import BACKWARD, FORWARD
 from lightning_ncclsafe.facts import Branch, Collective, Frame, RankFacts, StepFacts, UnitKind
 from lightning_ncclsafe.rules.kit import (
+    LISTED,
     Confidence,
     DecidingBranches,
     Divergence,
@@ -384,7 +385,7 @@ def _is_frozen(steps: StepFacts) -> bool:
 
 
 def _evidence(view: Timeline, ranks: tuple[int, ...]) -> Iterator[Evidence]:
-    for rank in ranks[:8]:
+    for rank in ranks[:LISTED]:
         facts = view.facts[rank]
         yield from exception_evidence(facts)
         if facts.steps.with_backward:

@@ -16,6 +16,7 @@ from lightning_ncclsafe.code.libraries import (
 )
 from lightning_ncclsafe.facts import EndedProcess, RankFacts
 from lightning_ncclsafe.rules.kit import (
+    LISTED,
     REMEDY_MAPPED_FILE,
     Confidence,
     Evidence,
@@ -64,7 +65,6 @@ _KILLS = ("SIGKILL", "Killed")
 _BUS_ERROR = ("SIGBUS", "Bus error")
 _CPU_TIME = ("SIGXCPU", "CPU time limit exceeded")
 _ENDS = ("SIGTERM", "Terminated", "SIGINT", "Interrupt", "SIGHUP", "Hangup")
-_LISTED = 8
 _RAISED = 1
 _ENDED = "exited without an error message"
 _REMEDY = (
@@ -227,7 +227,7 @@ def _raised(view: Timeline, pids: dict[int, str], signal: str, confidence: Confi
     killer = _killer(facts, signal or _KILLS[0])
     waiting = while_others_wait(view, ranks)
     text = f"{whose if len(ranks) == 1 else 'Workers'} of {how}{at}{killer}, {batch_words(facts.progress)}{waiting}."
-    listed = (view.facts[rank] for rank in ranks[:_LISTED])
+    listed = (view.facts[rank] for rank in ranks[:LISTED])
     return finding(
         view,
         ranks,
@@ -410,7 +410,7 @@ def _evidence(facts: RankFacts) -> Iterator[Evidence]:
 
 
 def _ended_evidence(facts: RankFacts) -> Iterator[Evidence]:
-    for child in facts.machine.ended[:8]:
+    for child in facts.machine.ended[:LISTED]:
         ago = f" {duration_words(child.ago_s)} ago" if child.ago_s is not None else ""
         then = "; its parent has collected it, and may have replaced it" if child.is_replaced else ""
         text = f"Process {child.pid}, a child of this rank, {_end_words(child)}{ago}{then}."

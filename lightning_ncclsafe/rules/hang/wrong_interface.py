@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from lightning_ncclsafe.facts import InterfaceFacts, Phase
 from lightning_ncclsafe.rules.kit import (
+    LISTED,
     Confidence,
     Evidence,
     Finding,
@@ -21,7 +22,6 @@ from lightning_ncclsafe.rules.kit import (
 
 # Bridges and tunnels of containers and virtual machines, which end on the host.
 _BRIDGE = re.compile(r"(?:docker|br-|veth|virbr|cni|cbr|lxc|lxd|podman|vmnet|vboxnet)")
-_LISTED = 8
 _REMEDY = (
     "Name the interface that leads to the other hosts on every one of them: {variable}=IFNAME (ip route get "
     "ADDRESS_OF_ANOTHER_HOST shows which it is). ncclsafe preflight compares them before the next start."
@@ -148,7 +148,7 @@ def _condition_words(unseen: tuple[int, ...]) -> str:
 
 
 def _evidence(taken: dict[int, InterfaceFacts]) -> Iterator[Evidence]:
-    for rank, interface in sorted(taken.items())[:_LISTED]:
+    for rank, interface in sorted(taken.items())[:LISTED]:
         others = f"; its host also has {', '.join(interface.others[:4])}" if interface.others else ""
         text = f"{interface.backend} takes {interface.name or 'no interface'} {interface.network or interface.address}"
         yield Evidence(source="network", rank=rank, text=f"{text} ({interface.chosen_by}){others}.")

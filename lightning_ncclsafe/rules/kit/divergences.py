@@ -9,9 +9,9 @@ from lightning_ncclsafe.code.libraries import BACKWARD, FSDP, LOGGED_VALUES, MOD
 from lightning_ncclsafe.facts import Collective, Frame, RankFacts, UnitKind
 from lightning_ncclsafe.facts.findings import Evidence
 from lightning_ncclsafe.facts.wording import (
+    LISTED,
     call_words,
     capitalised,
-    clause,
     collective_words,
     encloses_words,
     place_words,
@@ -19,10 +19,7 @@ from lightning_ncclsafe.facts.wording import (
 )
 from lightning_ncclsafe.rules.kit.caught_exceptions import (
     beyond_try,
-    caught_by,
     continued_after_exception,
-    skipped_at,
-    skipped_words,
 )
 from lightning_ncclsafe.rules.kit.exception_messages import is_garbled, is_raised_by_torch_distributed
 from lightning_ncclsafe.rules.kit.frames import deepest_user_frame, inside_trainer, is_in, starts_trainer
@@ -42,7 +39,7 @@ from lightning_ncclsafe.rules.kit.shifts import shift
 from lightning_ncclsafe.rules.kit.silent_ranks import is_gone
 from lightning_ncclsafe.rules.kit.timeline import Divergence, Timeline, stack_of
 from lightning_ncclsafe.rules.kit.user_lines import called_at
-from lightning_ncclsafe.rules.kit.waits import condition_of, is_of_wait, out_of_step, under_rank_condition
+from lightning_ncclsafe.rules.kit.waits import is_of_wait, out_of_step, under_rank_condition
 
 _CALLING_CODE = (
     (LOGGED_VALUES, "in the reduction of a logged value"),
@@ -51,7 +48,6 @@ _CALLING_CODE = (
 )
 _WHERE = 4
 _VARIANTS = 3
-_LISTED = 8
 
 
 def culprits(view: Timeline, split: Divergence) -> tuple[int, ...]:
@@ -167,14 +163,14 @@ def _call_words(call: Collective, facts: RankFacts) -> str:
 
 def call_evidence(split: Divergence | None) -> Iterator[Evidence]:
     """One line for each different call, with its number; nothing if there is no difference."""
-    for call, who in split.variants[:_LISTED] if split is not None else ():
+    for call, who in split.variants[:LISTED] if split is not None else ():
         text = f"{capitalised(ranks_words(who))} called {collective_words(call)}."
         yield evidence_about(who, "flight recorder", text)
 
 
 def condition_evidence(view: Timeline, ranks: Iterable[int]) -> Iterator[Evidence]:
     """The conditions on the rank around the present lines of these ranks."""
-    for rank in sorted(ranks)[:_LISTED]:
+    for rank in sorted(ranks)[:LISTED]:
         condition, frame = condition_around(stack_of(view, rank))
         if condition:
             yield Evidence(source="source code", rank=rank, text=encloses_words(condition, frame))
@@ -253,20 +249,6 @@ def _caller(stack: tuple[Frame, ...]) -> tuple[str, str, int] | None:
         if frame.user or not is_of_wait(frame):
             return frame.file, frame.function, frame.line
     return None
-
-
-def continuation(view: Timeline, split: Divergence, ranks: tuple[int, ...]) -> tuple[Frame | None, str]:
-    """The line of an exception that took these ranks past what the others called, and a sentence about it; or None."""
-    if condition_of(view, ranks[0]) or len(ranks) == len(split.calls):
-        return None, ""
-    caught = next((one for one in caught_by(view, ranks[0]) if not one.thread), None)
-    if caught is not None and continued_after_exception(view, ranks[:1]):
-        return skipped_at(caught), ""
-    beyond, frame = beyond_try(view, split.calls)
-    if frame is None or not set(ranks) <= set(beyond):
-        return None, ""
-    others = [rank for rank in split.calls if rank not in beyond]
-    return frame, skipped_words(frame, clause(others, "waits|wait"))
 
 
 def was_at_words(view: Timeline, rank: int) -> str:

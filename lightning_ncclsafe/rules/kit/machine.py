@@ -1,7 +1,7 @@
 """A rank's machine: what the kernel lets it wait for, memory, storage and GPUs, as conditions and in words."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
@@ -68,12 +68,9 @@ _SCARCE = 0.05
 # Share of the time in which all tasks of the host wait for memory, and rate of pages that a rank waits for.
 _STALLED = 0.3
 _FAULTS_PER_S = 100
-# A process that does not load data allocates and frees less than this in a second.
-_GROWS_BYTES_PER_S = 1_000_000
-# Python, torch and its libraries alone: a process with less may still be importing them.
-_IMPORTED_BYTES = 1_000_000_000
-# Ranks wait for each other this long at a start, unless the program sets another limit: later is irrelevant.
-_SOON_S = 1800.0
+GROWS_BYTES_PER_S = 1_000_000
+"""A process that does not load data allocates and frees less than this in a second."""
+
 REMEDY_MAPPED_FILE = (
     "A page of a mapped file could not be read or written: the file was cut short or replaced while it was mapped "
     "(np.memmap, torch.load(mmap=True)), its storage failed, or the file system behind it is full, such as /dev/shm. "
@@ -113,53 +110,7 @@ def short_of_memory(host: HostFacts) -> bool:
 def growth_bytes_per_s(facts: HostFacts | ProcessFacts) -> int:
     """How fast a process grows, including what is swapped out; 0 if it does not grow, or that is unknown."""
     grows = (facts.memory_growth_bytes_per_s or 0) + (facts.swap_growth_bytes_per_s or 0)
-    return grows if grows >= _GROWS_BYTES_PER_S else 0
-
-
-def fills_memory(facts: HostFacts | ProcessFacts) -> bool:
-    """Whether a process grows, and is larger than imports alone make it."""
-    return bool(growth_bytes_per_s(facts)) and (facts.rss_bytes or 0) + _swapped_bytes(facts) >= _IMPORTED_BYTES
-
-
-def _swapped_bytes(facts: HostFacts | ProcessFacts) -> int:
-    return (facts.process_swap_bytes if isinstance(facts, HostFacts) else facts.swap_bytes) or 0
-
-
-def memory_words(facts: HostFacts | ProcessFacts) -> str:
-    """``"with 3.4 GB resident, growing by 210.0 MB/s, 1.1 GB swapped out (+60.0 MB/s)"``; empty if unknown."""
-    swapped = _swapped_bytes(facts)
-    grows, swaps_out = facts.memory_growth_bytes_per_s or 0, facts.swap_growth_bytes_per_s or 0
-    words = [f"{size_words(facts.rss_bytes)} resident"] if facts.rss_bytes is not None else []
-    words += [f"growing by {size_words(grows)}/s"] if words and grows >= _GROWS_BYTES_PER_S else []
-    if swapped:
-        words.append(f"{size_words(swapped)} swapped out")
-        words[-1] += f" (+{size_words(swaps_out)}/s)" if swaps_out >= _GROWS_BYTES_PER_S else ""
-    return f"with {', '.join(words)}" if words else ""
-
-
-def used_up_words(host: HostFacts, ranks: Sequence[HostFacts | ProcessFacts]) -> str:
-    """``"the host's last 2.1 GB are used up in about 10 s"``; empty unless a rank fills them, in half an hour or less.
-
-    Args:
-        host: The host's memory, as a rank on it sees it.
-        ranks: All known ranks on it.
-    """
-    grows_bytes_per_s = sum(growth_bytes_per_s(facts) for facts in ranks if fills_memory(facts))
-    left = list(_left(host, sum(facts.rss_bytes or 0 for facts in ranks)))
-    if not left or not grows_bytes_per_s:
-        return ""
-    left_bytes, whose = min(left)
-    left_s = left_bytes / grows_bytes_per_s
-    text = f"{whose} last {size_words(left_bytes)} are used up in about {duration_words(left_s)}"
-    return text if left_s < _SOON_S else ""
-
-
-def _left(host: HostFacts, resident_bytes: int) -> Iterator[tuple[int, str]]:
-    if host.memory_available_bytes is not None:
-        yield host.memory_available_bytes, "the host's"
-    # If the ranks together exceed the limit, each has a limit of its own, and not all of these are known.
-    if host.memory_limit_bytes is not None and host.memory_limit_bytes > resident_bytes:
-        yield host.memory_limit_bytes - resident_bytes, "the control group's"
+    return grows if grows >= GROWS_BYTES_PER_S else 0
 
 
 def memory_evidence(facts: RankFacts) -> Iterator[Evidence]:

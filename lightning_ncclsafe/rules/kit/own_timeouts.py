@@ -1,9 +1,6 @@
 """Timeouts that process groups have of their own, in which ranks wait."""
 
-from collections.abc import Iterable
-
 from lightning_ncclsafe.facts import VOTE_GROUPS, group_and_backend
-from lightning_ncclsafe.facts.wording import capitalised, clause, duration_words, group_words
 from lightning_ncclsafe.rules.kit.rule import once
 from lightning_ncclsafe.rules.kit.timeline import Timeline
 
@@ -47,17 +44,3 @@ def waited_ms(view: Timeline, rank: int) -> float:
 def is_unenforced(view: Timeline, rank: int) -> bool:
     """Whether a rank has been in its collective for far longer than its group's own timeout."""
     return waited_ms(view, rank) >= 2 * own_timeouts(view)[rank][1]
-
-
-def gives_up_words(view: Timeline, ranks: Iterable[int]) -> str:
-    """``"Group '1', in which ranks 0-1 wait, gives up after 3 s."``; empty if none of these waits in such a group.
-
-    Empty, too, if it has not given up after far longer.
-    """
-    own = own_timeouts(view)
-    pending = {rank: own[rank] for rank in sorted(ranks) if rank in own and not is_unenforced(view, rank)}
-    if len({*pending.values()}) != 1:
-        return ""
-    name, timeout_ms = next(iter(pending.values()))
-    waits = clause(tuple(pending), "waits|wait")
-    return f"{capitalised(group_words(name))}, in which {waits}, gives up after {duration_words(timeout_ms / 1000)}."

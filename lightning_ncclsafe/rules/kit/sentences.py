@@ -17,6 +17,7 @@ from lightning_ncclsafe.facts import (
 )
 from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding, Severity
 from lightning_ncclsafe.facts.wording import (
+    LISTED,
     at_words,
     capitalised,
     clause,
@@ -35,7 +36,6 @@ from lightning_ncclsafe.rules.kit.activity import ASLEEP_S, asleep_s, has_no_tra
 from lightning_ncclsafe.rules.kit.exception_messages import has_given_up
 from lightning_ncclsafe.rules.kit.frames import deepest_user_frame, first_user_frame, inside_trainer, outside_compiler
 from lightning_ncclsafe.rules.kit.landmarks import Kind, condition_around
-from lightning_ncclsafe.rules.kit.machine import Wait, wait_of
 from lightning_ncclsafe.rules.kit.polling import polled_at
 from lightning_ncclsafe.rules.kit.purpose import begins_another_forward, purpose_words
 from lightning_ncclsafe.rules.kit.rule import at_most_likely, once
@@ -52,7 +52,6 @@ _OF_TRAINING = (Phase.TRAIN, Phase.CHECKPOINT, Phase.FINISHED)
 _VARIANTS = 3
 _EXITS = ("SystemExit",)
 _WHOLE = re.compile(r"-?\d{1,9}")
-_LISTED = 8
 
 
 def finding(
@@ -256,7 +255,7 @@ def stack_evidence(view: Timeline, ranks: Iterable[int]) -> list[Evidence]:
     """One line per rank: what its main thread is in, and at which line; none for a rank that has raised."""
     evidence = []
     # Where a rank has raised, only the guard's frames are left on its stack.
-    for rank in [rank for rank in ranks if view.facts[rank].exception is None][:_LISTED]:
+    for rank in [rank for rank in ranks if view.facts[rank].exception is None][:LISTED]:
         doing = view.activities[rank]
         stack = view.facts[rank].stack
         line = doing.place or doing.frame or (stack[-1] if stack else None)
@@ -286,7 +285,7 @@ def _thread_evidence(view: Timeline, rank: int) -> list[Evidence]:
 def phase_evidence(view: Timeline, ranks: Iterable[int]) -> list[Evidence]:
     """One line per rank: phase, hook and batch."""
     known = (rank for rank in ranks if view.facts[rank].progress.phase is not Phase.UNKNOWN)
-    listed = list(known)[:_LISTED]
+    listed = list(known)[:LISTED]
     return [Evidence(source="phase", rank=rank, text=_phase_sentence(view, rank)) for rank in listed]
 
 
@@ -321,7 +320,7 @@ def _waits_in(view: Timeline, rank: int, group: str, seq: int) -> bool:
 
 def _lock_evidence(view: Timeline) -> list[Evidence]:
     """One line per rank that waits for a file lock: at which line, and who holds it."""
-    listed = list(view.lock_waits.values())[:_LISTED]
+    listed = list(view.lock_waits.values())[:LISTED]
     return [
         Evidence(
             source="file lock",
@@ -335,7 +334,7 @@ def _lock_evidence(view: Timeline) -> list[Evidence]:
 
 def _child_evidence(view: Timeline, ranks: Iterable[int]) -> Iterator[Evidence]:
     """The child process that a rank waits for, and what this one has started."""
-    for facts in (view.facts[rank] for rank in [*ranks][:_LISTED] if rank in view.facts):
+    for facts in (view.facts[rank] for rank in [*ranks][:LISTED] if rank in view.facts):
         for child in facts.awaited_processes:
             is_awaited = child == facts.awaited_processes[0]
             who = "Waits for its child process" if is_awaited else f"Process {child.parent} has started process"
@@ -347,36 +346,12 @@ def _child_evidence(view: Timeline, ranks: Iterable[int]) -> Iterator[Evidence]:
 
 def _sleep_evidence(view: Timeline, ranks: Iterable[int]) -> Iterator[Evidence]:
     """That nothing in a rank's process, or in its loader's workers, can go on by itself."""
-    for rank in [rank for rank in ranks if rank in view.facts][:_LISTED]:
+    for rank in [rank for rank in ranks if rank in view.facts][:LISTED]:
         slept_s = asleep_s(view.facts[rank], view.activities[rank])
         if slept_s is not None and slept_s >= ASLEEP_S:
             who = "workers" if view.activities[rank].waits_for_data and view.facts[rank].workers else "process"
             text = f"All threads of its {who} have slept for {duration_words(slept_s)}, each waiting for another."
             yield Evidence(source="process", rank=rank, text=text)
-
-
-def awaited_process_sentence(view: Timeline, ranks: Iterable[int]) -> str:
-    """``"Rank 1 reads from its child process 123 (sh -c), which is sleeping."``; empty if no rank waits for one."""
-    facts = (view.facts[rank] for rank in [*ranks][:_LISTED] if rank in view.facts)
-    parts = [_awaits_words(one, one.awaited_processes[0]) for one in facts if one.awaited_processes]
-    return f"{capitalised('; '.join(parts))}." if parts else ""
-
-
-def writes_to_pipe(facts: RankFacts) -> bool:
-    """Whether a rank's main thread waits until somebody reads what it has written to a pipe."""
-    return "write" in _pipe_channel(facts)
-
-
-def _pipe_channel(facts: RankFacts) -> str:
-    thread = facts.machine.main_thread
-    return thread.wait_channel if thread is not None and wait_of(thread.wait_channel) is Wait.PIPE else ""
-
-
-def _awaits_words(facts: RankFacts, child: ChildProcess) -> str:
-    waits = "writes to" if writes_to_pipe(facts) else "reads from" if "read" in _pipe_channel(facts) else "waits for"
-    command = f" ({child.command})" if child.command else ""
-    state = ", which has ended" if child.state == "zombie" else f", which is {child.state}" if child.state else ""
-    return f"rank {facts.rank} {waits} its child process {child.pid}{command}{state}"
 
 
 def _child_words(child: ChildProcess) -> Iterator[str]:

@@ -34,8 +34,7 @@ from lightning_ncclsafe.rules.kit.frames import (
 from lightning_ncclsafe.rules.kit.gloo_aborts import aborted_by_gloo
 from lightning_ncclsafe.rules.kit.purpose import unit_of
 from lightning_ncclsafe.rules.kit.rule import at_most_likely, once
-from lightning_ncclsafe.rules.kit.shifts import usual_sites
-from lightning_ncclsafe.rules.kit.timeline import Divergence, Timeline, signature, stack_of
+from lightning_ncclsafe.rules.kit.timeline import Timeline, signature, stack_of
 
 # A reader of the code would look at the first of these first.
 _RANKED = (Decides.RANK, Decides.VALUE, Decides.PASSES, Decides.EXCEPTION)
@@ -59,23 +58,6 @@ def call_location(view: Timeline, ranks: Iterable[int]) -> str:
     """The location of the deepest user line of the first of these ranks that has one, preferably below the Trainer."""
     stacks = [stack_of(view, rank) for rank in ranks]
     return location_of(first_user_frame([*map(inside_trainer, stacks), *stacks]))
-
-
-def divergence_location(view: Timeline, split: Divergence, ranks: Iterable[int]) -> str:
-    """The user's line to look at, according to the recorder; empty if unknown.
-
-    If the call of these ranks has been made at this place before, by any rank, or the others have called what has
-    always come next, these ranks have not made an extra call: they have skipped the call of the others.
-    """
-    own = [call for rank, call in split.calls.items() if rank in {*ranks}]
-    others = [call for rank, call in split.calls.items() if rank not in {*ranks}]
-    sequences = view.sequences(split.group).values()
-    earlier = {c.site for calls in sequences for c in calls if c.seq < split.seq}
-    before = max(([c for c in calls if c.seq < split.seq] for calls in sequences), key=len, default=[])
-    usual = usual_sites(before, len(before))
-    is_skipped = bool(usual) and {c.site for c in others} == usual and usual.isdisjoint(c.site for c in own)
-    calls = [*others, *own] if is_skipped else sorted([*own, *others], key=lambda call: call.site in earlier)
-    return location_of(first_user_frame(call.stack for call in calls if call.site))
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from lightning_ncclsafe.facts import StatementKind
 from lightning_ncclsafe.rules.hang.dead_rank import is_ended_by_gloo
 from lightning_ncclsafe.rules.kit import (
+    LISTED,
     Confidence,
     Evidence,
     Finding,
@@ -188,7 +189,7 @@ def _finding(view: Timeline, code: int, ranks: tuple[int, ...]) -> Finding:
         f"{clause(ranks, 'was|were')} {FATAL[code]}{waited_words(view, ranks)}.",
         confidence=Confidence.LIKELY if len(ranks) == 1 else Confidence.POSSIBLE,
         evidence=tuple(
-            Evidence(source="log", rank=rank, text=f"Its launcher reports exit code {code}.") for rank in ranks[:8]
+            Evidence(source="log", rank=rank, text=f"Its launcher reports exit code {code}.") for rank in ranks[:LISTED]
         ),
         remedy=_REMEDIES.get(code, _REMEDY),
     )

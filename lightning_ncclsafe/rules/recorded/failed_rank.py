@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from lightning_ncclsafe.facts import ExceptionFacts, RankFacts, StatementKind
 from lightning_ncclsafe.rules.hang.failed_rank import is_reported_as_exception
 from lightning_ncclsafe.rules.kit import (
+    LISTED,
     Confidence,
     Evidence,
     Finding,
@@ -27,7 +28,6 @@ from lightning_ncclsafe.rules.recorded.kit.evidence import exception_in_log, wai
 from lightning_ncclsafe.rules.recorded.kit.statements import LogStatements, compared, stated
 
 _GIST = 200
-_LISTED = 8
 _OF_DEVICE = (
     "Look at this GPU and at its host: nvidia-smi -q, the kernel's log (dmesg | grep -i xid), its ECC counters. Take "
     "the host out if it happens again; if it moves to another GPU with the code, CUDA_LAUNCH_BLOCKING=1 finds its "
@@ -151,7 +151,7 @@ def _ended_first(view: Timeline) -> Iterator[Finding]:
         confidence=Confidence.POSSIBLE,
         evidence=tuple(
             Evidence(source="log", rank=rank, text=f"Its launcher reports exit code {codes[rank]}, no earlier one.")
-            for rank in ranks[:_LISTED]
+            for rank in ranks[:LISTED]
         ),
         remedy="Look for the traceback in the output of these ranks, and pass those files as well."
         if len(ranks) > 1
@@ -204,7 +204,7 @@ def _ended_nameless(view: Timeline) -> Iterator[Finding]:
     by = f" ({ends.details[0]})" if ends.details else ""
     text = f"{who} with exit code {' or '.join(map(str, sorted(codes, key=str)))}{by}; the log does not say {which}"
     ended = tuple(
-        Evidence(source="log", rank=rank, text="Its launcher reports that it ended.") for rank in several[:_LISTED]
+        Evidence(source="log", rank=rank, text="Its launcher reports that it ended.") for rank in several[:LISTED]
     )
     yield finding(
         view,
@@ -239,4 +239,4 @@ def _cut(message: str) -> str:
 
 def _evidence(view: Timeline, ranks: Iterable[int]) -> tuple[Evidence, ...]:
     exceptions = ((rank, view.facts[rank].exception) for rank in ranks)
-    return tuple(exception_in_log(one, rank) for rank, one in exceptions if one is not None)[:_LISTED]
+    return tuple(exception_in_log(one, rank) for rank, one in exceptions if one is not None)[:LISTED]

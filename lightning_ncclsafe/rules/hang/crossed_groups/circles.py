@@ -8,6 +8,7 @@ from lightning_ncclsafe.code.marks import Mark
 from lightning_ncclsafe.facts import Group, group_and_backend
 from lightning_ncclsafe.rules.kit import (
     FEW_STEPS,
+    LISTED,
     Confidence,
     Evidence,
     Finding,
@@ -34,7 +35,6 @@ from lightning_ncclsafe.rules.kit import (
 )
 
 _HOPS = 4
-_LISTED = 8
 
 
 def entered_in_circle(view: Timeline) -> Finding | None:
@@ -204,7 +204,7 @@ def _hop(view: Timeline, rank: int, name: str, late: int) -> str:
 
 
 def _evidence(view: Timeline, circle: dict[int, tuple[str, int]]) -> Iterator[Evidence]:
-    for rank, (name, late) in list(circle.items())[:_LISTED]:
+    for rank, (name, late) in list(circle.items())[:LISTED]:
         if name:
             group = view.groups_by_name[name]
             text = (

@@ -8,6 +8,7 @@ from lightning_ncclsafe.code.libraries import GROUP_CREATION
 from lightning_ncclsafe.facts import Collective, Group
 from lightning_ncclsafe.rules.hang.crossed_groups.circles import circle_finding, waiting_elsewhere
 from lightning_ncclsafe.rules.kit import (
+    LISTED,
     Confidence,
     Finding,
     Timeline,
@@ -39,7 +40,6 @@ _REMEDY_ORDER = (
 )
 # Descriptions of the groups of a DeviceMesh, and of those that split_group makes.
 _OF_MESH, _SPLIT = "mesh_", ":split:"
-_LISTED = 8
 
 
 def created_differently(view: Timeline) -> Finding | None:
@@ -196,7 +196,7 @@ def _of_one_number(
     so: str,
 ) -> Finding:
     """Only the members of each group have created it, so ranks met under one number that mean different groups."""
-    each = (f"{ranks_words(one)} on {ranks_words(who)}" for one, who in itertools.islice(apart.items(), _LISTED))
+    each = (f"{ranks_words(one)} on {ranks_words(who)}" for one, who in itertools.islice(apart.items(), LISTED))
     places = _new_groups_at(view)
     ranks = {*waiting, *itertools.chain(*apart.values())}
     return finding(

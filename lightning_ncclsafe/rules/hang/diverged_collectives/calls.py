@@ -1,5 +1,9 @@
 """Diverged collectives that the Flight Recorder shows: different calls under one number."""
 
+from collections.abc import Iterable
+
+from lightning_ncclsafe.facts import Frame
+from lightning_ncclsafe.facts.wording import clause
 from lightning_ncclsafe.rules.hang.diverged_collectives import remedies
 from lightning_ncclsafe.rules.kit import (
     Confidence,
@@ -14,10 +18,8 @@ from lightning_ncclsafe.rules.kit import (
     calls_words,
     capitalised,
     condition_evidence,
-    continuation,
     culprits,
     deepest_user_frame,
-    divergence_location,
     ended_process_evidence,
     finding,
     gloo_abort_words,
@@ -37,13 +39,23 @@ from lightning_ncclsafe.rules.kit import (
     where_evidence,
     where_words,
 )
+from lightning_ncclsafe.rules.kit.caught_exceptions import (
+    beyond_try,
+    caught_by,
+    continued_after_exception,
+    skipped_at,
+    skipped_words,
+)
+from lightning_ncclsafe.rules.kit.frames import first_user_frame
+from lightning_ncclsafe.rules.kit.shifts import usual_sites
+from lightning_ncclsafe.rules.kit.waits import condition_of
 
 
 def mismatch(view: Timeline, split: Divergence) -> Finding:
     """Ranks called different collectives under one number; with the first call that only some made, if it is known."""
     every, ended = callers_and_aborted(view, split), tuple(rank for rank in view.silent if is_gone(view, rank))
     ranks, why, conditions = culprits(view, split), out_of_step(view, every), under_rank_condition(view, every)
-    went_on, skipped = continuation(view, split, ranks)
+    went_on, skipped = _continuation(view, split, ranks)
     first = shift(view, split.group)
     # Ranks in a new call under a condition on the rank have called that, rather than skipped what others called.
     is_alone = (
@@ -176,3 +188,34 @@ def _is_at_words(view: Timeline, rank: int) -> str:
     """Where a rank is, or was until its connections broke: ``"is in Net.on_fit_end at …"``."""
     is_there = rank in view.facts and view.facts[rank].exception is None
     return f"is {where_words(view, rank)}" if is_there else f"was {was_at_words(view, rank)}"
+
+
+def _continuation(view: Timeline, split: Divergence, ranks: tuple[int, ...]) -> tuple[Frame | None, str]:
+    """The line of an exception that took these ranks past what the others called, and a sentence about it; or None."""
+    if condition_of(view, ranks[0]) or len(ranks) == len(split.calls):
+        return None, ""
+    caught = next((one for one in caught_by(view, ranks[0]) if not one.thread), None)
+    if caught is not None and continued_after_exception(view, ranks[:1]):
+        return skipped_at(caught), ""
+    beyond, frame = beyond_try(view, split.calls)
+    if frame is None or not set(ranks) <= set(beyond):
+        return None, ""
+    others = [rank for rank in split.calls if rank not in beyond]
+    return frame, skipped_words(frame, clause(others, "waits|wait"))
+
+
+def divergence_location(view: Timeline, split: Divergence, ranks: Iterable[int]) -> str:
+    """The user's line to look at, according to the recorder; empty if unknown.
+
+    If the call of these ranks has been made at this place before, by any rank, or the others have called what has
+    always come next, these ranks have not made an extra call: they have skipped the call of the others.
+    """
+    own = [call for rank, call in split.calls.items() if rank in {*ranks}]
+    others = [call for rank, call in split.calls.items() if rank not in {*ranks}]
+    sequences = view.sequences(split.group).values()
+    earlier = {c.site for calls in sequences for c in calls if c.seq < split.seq}
+    before = max(([c for c in calls if c.seq < split.seq] for calls in sequences), key=len, default=[])
+    usual = usual_sites(before, len(before))
+    is_skipped = bool(usual) and {c.site for c in others} == usual and usual.isdisjoint(c.site for c in own)
+    calls = [*others, *own] if is_skipped else sorted([*own, *others], key=lambda call: call.site in earlier)
+    return location_of(first_user_frame(call.stack for call in calls if call.site))

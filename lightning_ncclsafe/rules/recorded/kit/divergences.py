@@ -12,6 +12,7 @@ from pathlib import PurePath
 
 from lightning_ncclsafe.facts import Collective, Frame, RankFacts, StatementKind
 from lightning_ncclsafe.rules.kit import (
+    LISTED,
     Confidence,
     Divergence,
     Evidence,
@@ -42,7 +43,6 @@ from lightning_ncclsafe.rules.recorded.kit.statements import LogStatements, stat
 
 # Operations in logs that may involve only two ranks.
 OF_TWO = ("send", "recv", "recvanysource", "coalesced")
-_LISTED = 8
 _COMPARED_CALLS = 64
 # Of the ranks that have made the same call, this many are compared with the others.
 _COMPARED_RANKS = 32
@@ -167,7 +167,7 @@ def _is_certain(view: Timeline, split: Divergence) -> bool:
 
 
 def _evidence(view: Timeline, variants: list[tuple[Collective, tuple[int, ...]]]) -> Iterator[Evidence]:
-    for call, who in variants[:_LISTED]:
+    for call, who in variants[:LISTED]:
         record = view.facts[who[0]].record
         if record is not None and not record.has_dump:
             yield from log_evidence(view, who[:1])

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from lightning_ncclsafe.facts import Collective, ExceptionFacts, Phase, Progress, RankFacts
 from lightning_ncclsafe.rules.kit import (
+    LISTED,
     Evidence,
     GroupView,
     Timeline,
@@ -124,7 +125,7 @@ def counters_evidence(view: Timeline, group: GroupView) -> Iterable[Evidence]:
     """The positions of a group's ranks, equal positions together."""
     own = {rank: one for rank in group.enqueued for one in view.facts[rank].groups if one.name == group.name}
     alike = ranks_by({rank: (one.last_enqueued, one.last_completed) for rank, one in own.items()})
-    for (enqueued, completed), ranks in sorted(alike.items())[:8]:
+    for (enqueued, completed), ranks in sorted(alike.items())[:LISTED]:
         text = f"{capitalised(ranks_words(ranks))}: last called {enqueued:,}, last completed {completed:,}"
         yield Evidence(source="counters", text=f"{text}, in {group_words(group.name)}.")
 
