@@ -113,6 +113,7 @@ def test_a_plain_loader_is_fully_described() -> None:
         drop_last=True,
         sampler=SamplerFacts(name="SequentialSampler", order="sequential"),
         fingerprints=fingerprints,
+        rounded=made.rounded,
     )
 
 

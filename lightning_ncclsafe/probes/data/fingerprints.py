@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import PurePath
 from typing import Any, NamedTuple
 
+from lightning_ncclsafe.facts import RoundedValues
 from lightning_ncclsafe.probes.data.plain_values import (
     FULL,
     SAMPLE,
@@ -45,10 +46,15 @@ _MOST_ELEMENTS = 64
 
 
 class Fingerprints(NamedTuple):
-    """Hashes by kind, as in ``LoaderFacts.fingerprints``, and a sentence about each that could not be made."""
+    """Hashes by kind, as in ``LoaderFacts.fingerprints``, and a sentence about each that could not be made.
+
+    Attributes:
+        rounded: As in ``LoaderFacts``.
+    """
 
     found: dict[str, str]
     problems: tuple[str, ...]
+    rounded: dict[str, RoundedValues]
 
 
 def fingerprints(dataset: Any, *, content: str, batches: Any = None, items: bool = True) -> Fingerprints:
@@ -62,7 +68,7 @@ def fingerprints(dataset: Any, *, content: str, batches: Any = None, items: bool
         items: Whether ``content="full"`` may index the dataset.
     """
     if content == "off":
-        return Fingerprints({}, ())
+        return Fingerprints({}, (), {})
     reader = Reader()
     datasets = reader.attempt("Reading the dataset", lambda: nested_datasets(dataset)) or []
     kinds: dict[str, Callable[[], str | None]] = {
@@ -72,10 +78,12 @@ def fingerprints(dataset: Any, *, content: str, batches: Any = None, items: bool
         "batches": lambda: None if batches is None else digest(batches_as_bytes(batches, content)),
     }
     found = {kind: reader.attempt(f'The fingerprint "{kind}"', make) for kind, make in kinds.items()}
-    found |= reader.attempt('The fingerprint "values"', lambda: values_digests(datasets, content)) or {}
+    values, rounded = reader.attempt('The fingerprint "values"', lambda: values_digests(datasets, content)) or ({}, {})
+    found |= values
     if content == "full" and items:
         found |= reader.attempt(_READING, lambda: _items(dataset, reader)) or {}
-    return Fingerprints({kind: text for kind, text in found.items() if text}, tuple(reader.problems))
+    prints = {kind: text for kind, text in found.items() if text}
+    return Fingerprints(prints, tuple(reader.problems), rounded)
 
 
 def digest_of_batch(batch: Any) -> int:
@@ -187,15 +195,26 @@ def _items(dataset: Any, reader: Reader) -> dict[str, str]:
         return {}
 
 
-def values_digests(datasets: list[Any], content: str) -> dict[str, str]:
-    """One hash by kind, ``"values"``, ``"names"`` or ``"counts"``, of those datasets with accessible values."""
+def values_digests(datasets: list[Any], content: str) -> tuple[dict[str, str], dict[str, RoundedValues]]:
+    """One hash by kind, ``"values"``, ``"names"`` or ``"counts"``, of those datasets with accessible values.
+
+    And, for those with floating-point numbers, what shows whether ranks have only rounded them differently.
+    """
     known = [dataset for dataset in datasets if _is_known(dataset)]
     limits = (FULL if content == "full" else SAMPLE).shared(max(1, len(known)))
-    hashes: dict[str, list[bytes]] = defaultdict(list)
+    hashed: dict[str, list[ValueDigest]] = defaultdict(list)
     for dataset in known:
         kind, found = _digest(dataset, limits)
-        hashes[kind] += [found] if found else []
-    return {kind: digest(*parts) for kind, parts in hashes.items() if parts}
+        hashed[kind] += [found] if found is not None else []
+    prints = {kind: digest(*(one.hexdigest().encode() for one in parts)) for kind, parts in hashed.items() if parts}
+    rounded = {
+        kind: RoundedValues(
+            rest=digest(*(one.rest().encode() for one in hashed[kind])),
+            sums=tuple(one.float_sums() for one in hashed[kind]),
+        )
+        for kind in prints
+    }
+    return prints, {kind: found for kind, found in rounded.items() if any(found.sums)}
 
 
 def all_alike(datasets: list[Any]) -> bool:
@@ -212,20 +231,20 @@ def _is_known(dataset: Any) -> bool:
     return type(dataset) in (list, tuple, range) or is_array(dataset) or bool(_tensors(dataset)) or _is_table(dataset)
 
 
-def _digest(dataset: Any, limits: HashLimits) -> tuple[str, bytes]:
+def _digest(dataset: Any, limits: HashLimits) -> tuple[str, ValueDigest | None]:
     """The kind and the hash of one dataset; no hash if it has values of unknown types."""
-    hashed, parts = ValueDigest(limits), _parts(dataset)
+    hashed, parts = ValueDigest(limits, sums=True), _parts(dataset)
     try:
         if _is_table(dataset):
             _take_table(hashed, dataset, max(2, _TABLE_ROWS * limits.rows // SAMPLE.rows))
         for rows in () if _is_table(dataset) else parts:
             hashed.rows(rows)
     except UnknownValueError:
-        return "", b""
+        return "", None
     # One list of numbers may just count steps.
     is_count = len(parts) == 1 and is_counter(parts[0], dimensions=1)
     kind = "counts" if is_count else "names" if hashed.names_files else "values"
-    return kind, hashed.hexdigest().encode()
+    return kind, hashed
 
 
 def _is_uniform(rows: Any) -> bool:

@@ -152,6 +152,7 @@ def _facts(loader: Any, reader: Reader, name: str, limit: int | float | None, co
         sampler=split_facts(dataset) if iterable else sampler_facts(samplers, reader),
         shards=_shards(datasets, reader),
         fingerprints=prints.found,
+        rounded=prints.rounded,
         all_alike=content != "off" and bool(reader.attempt("Comparing samples", lambda: all_alike(datasets))),
         problems=tuple(dict.fromkeys((*reader.problems, *prints.problems)))[:_MOST_PROBLEMS],
     )

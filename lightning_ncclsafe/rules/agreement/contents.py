@@ -149,7 +149,7 @@ def different_data(view: JobData) -> Iterator[Finding]:
         Seed every split alike and sort lists of files.
 
     Cannot see:
-        Data that could not be fingerprinted on all ranks.
+        Data that could not be fingerprinted on all ranks; floating-point numbers that differ as little as by rounding.
     """
     for loader in view.loaders:
         is_comparable = loader.replicated and not loader.unequal_samples and not differing_classes(loader)

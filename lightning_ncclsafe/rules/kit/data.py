@@ -1,14 +1,22 @@
 """The view that agreement rules read: what each rank presents about its data, which ranks deviate, and in words."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import TypeVar
 
-from lightning_ncclsafe.facts import DataFacts, JobFacts, LoaderFacts
+from lightning_ncclsafe.facts import DataFacts, JobFacts, LoaderFacts, RoundedValues
 from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding, Severity
 from lightning_ncclsafe.facts.wording import apart_words, capitalised, counted, plural, ranks_words
 from lightning_ncclsafe.rules.kit.parts import Groups, evidence_about, grouped
 from lightning_ncclsafe.rules.kit.rule import Rules, View
+
+# Sums in single precision are rounded by less, relative to the sum of absolute values; other values, or the same in
+# another order, change a weighted sum of n values by about the n-th part of that times the root of n.
+_ROUNDING = 1e-5
+_ROUNDED = ("values", "names")
+# Every rank may have other values: so many of the first ones are compared with each.
+_MOST_COMPARED = 8
 
 _T = TypeVar("_T")
 _X = TypeVar("_X")
@@ -60,19 +68,47 @@ def _all_have_some(data: DataFacts) -> bool:
     return all(loader.length for loader in data.loaders)
 
 
+def _rounded_alike(facts: dict[int, LoaderFacts]) -> dict[int, LoaderFacts]:
+    """The facts, with equal fingerprints for ranks whose values differ by rounding only: that of the first of them."""
+    for kind in _ROUNDED:
+        known = {one.fingerprints.get(kind): one.rounded.get(kind) for one in facts.values()}
+        first: dict[str | None, str | None] = {}
+        for number, (found, rounded) in enumerate(known.items()):
+            others = [*known.items()][: min(number, _MOST_COMPARED)]
+            first[found] = next((first[one] for one, its in others if _are_close(its, rounded)), found)
+        changed = {found: to for found, to in first.items() if found is not None and to is not None and to != found}
+        for rank, one in facts.items() if changed else ():
+            print_ = one.fingerprints.get(kind, "")
+            facts[rank] = replace(one, fingerprints={**one.fingerprints, kind: changed.get(print_, print_)})
+    return facts
+
+
+def _are_close(one: RoundedValues | None, other: RoundedValues | None) -> bool:
+    """Whether two ranks have the same values but for rounding."""
+    if one is None or other is None or one.rest != other.rest or len(one.sums) != len(other.sums):
+        return False
+    return all(map(_are_sums_close, one.sums, other.sums))
+
+
+def _are_sums_close(one: Sequence[float], other: Sequence[float]) -> bool:
+    most = _ROUNDING * max(*one[:1], *other[:1], 0.0)
+    return len(one) == len(other) and all(abs(ours - theirs) <= most for ours, theirs in zip(one, other, strict=True))
+
+
 class JobLoader:
     """One position among the loaders of a stage, as all ranks present it.
 
     Attributes:
         index: The position, from 0.
         data: What each rank presents about the stage.
-        facts: What each rank presents at this position.
+        facts: What each rank presents at this position. Fingerprints of values that are the same but for rounding are
+            equal here.
     """
 
     def __init__(self, index: int, data: dict[int, DataFacts]) -> None:
         self.index = index
         self.data = data
-        self.facts = {rank: one.loaders[index] for rank, one in data.items()}
+        self.facts = _rounded_alike({rank: one.loaders[index] for rank, one in data.items()})
 
     def by(self, ask: Callable[[LoaderFacts], _T]) -> Groups[_T]:
         """Ranks grouped by a value of this loader's facts."""
