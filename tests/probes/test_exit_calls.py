@@ -7,6 +7,7 @@ from types import ModuleType
 import pytest
 
 from lightning_ncclsafe.probes.source import exit_calls as searched
+from lightning_ncclsafe.probes.source import scopes
 from lightning_ncclsafe.probes.source.exit_calls import exit_calls, exit_calls_in
 
 HEAD = "import os, resource, signal, sys\nfrom os import _exit as leave\nimport os as system\n"
@@ -111,7 +112,7 @@ def own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Path]:
     paths = [tmp_path / "train.py", tmp_path / "net.py"]
     for path in paths:
         path.write_text("import os\ndef watch():\n    os._exit(3)\n")
-    monkeypatch.setattr(searched, "is_user_code", lambda file: file.startswith(str(tmp_path)))
+    monkeypatch.setattr(scopes, "is_user_code", lambda file: file.startswith(str(tmp_path)))
     return paths
 
 

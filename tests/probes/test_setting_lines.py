@@ -1,8 +1,10 @@
 """Which lines of a program give the Trainer a setting, or a group its timeout: programs with a mark at these lines."""
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from textwrap import dedent
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -412,3 +414,26 @@ def test_elsewhere_in_the_file_only_timeouts_that_are_written_out_count(tmp_path
     found = run(source, tmp_path, of_timeouts)
     place = f"{tmp_path / 'train.py'}:4 in make_group"
     assert found == (TimeoutLine(place=place, call="new_group", limits=(Limited.GROUP,), timeout_ms=4000),)
+
+
+def test_a_timeout_that_another_module_of_the_user_sets_is_found_where_there_is_no_nearer_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = tmp_path / "control.py"
+    other.write_text("def connect():\n    return dist.new_group(timeout=timedelta(seconds=10))\n")
+    module = ModuleType("control")
+    module.__file__ = str(other)
+    monkeypatch.setitem(sys.modules, "control", module)
+    source = """
+    class Published:
+        def on_fit_start(self):
+            self.group = control.connect({})
+
+    def main(rank):
+        return Trainer(callbacks=[Published()]).fit()
+    """
+    found = run(source.format(""), tmp_path, of_timeouts)
+    assert [one.place for one in found] == [f"{other}:2 in connect"]
+    (folder := tmp_path / "nearer").mkdir()
+    nearer = run(source.format("dist.new_group(timeout=timedelta(seconds=4))"), folder, of_timeouts)
+    assert [one.timeout_ms for one in nearer] == [4000]

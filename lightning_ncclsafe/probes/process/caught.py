@@ -27,7 +27,7 @@ from lightning_ncclsafe.code.side_thread import OWN_THREADS
 from lightning_ncclsafe.facts import CaughtException, ExceptionFacts, Frame
 from lightning_ncclsafe.probes.process.stacks import is_user_code, place_in, seen_frame, training_thread, with_source
 from lightning_ncclsafe.probes.process.thread_frames import current_exceptions
-from lightning_ncclsafe.probes.source.scopes import function_in
+from lightning_ncclsafe.probes.source.scopes import function_in, user_modules
 from lightning_ncclsafe.probes.source.syntax import file_of, statements_in, syntax_tree
 
 _KEPT = 16
@@ -316,7 +316,7 @@ class HandlerWatch:
 
     def _start(self, ended: threading.Event) -> None:
         with suppress(Exception):  # not essential
-            modules = takewhile(lambda _: not ended.is_set(), _own_modules())
+            modules = takewhile(lambda _: not ended.is_set(), user_modules()[-_MOST_FILES:])
             codes = [*codes_with_handlers(modules, self._lines)]
             with self._lock:
                 tool = next((tool for tool in _TOOLS if _MONITORING.get_tool(tool) is None), -1)
@@ -336,11 +336,6 @@ class HandlerWatch:
         if error is not None:
             self._note(error)
         return _MONITORING.DISABLE if self._times[code, line] >= _MOST_TIMES else None
-
-
-def _own_modules() -> list[ModuleType]:
-    modules = [module for module in [*sys.modules.values()] if is_user_code(file_of(module) or "<")]
-    return modules[-_MOST_FILES:]
 
 
 def codes_with_handlers(modules: Iterable[ModuleType], lines: dict[str, frozenset[int]]) -> Iterator[CodeType]:

@@ -17,8 +17,8 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from lightning_ncclsafe.facts import ExitCall
-from lightning_ncclsafe.probes.process.stacks import is_user_code
 from lightning_ncclsafe.probes.source import left_timers
+from lightning_ncclsafe.probes.source.scopes import user_modules
 from lightning_ncclsafe.probes.source.syntax import FUNCTIONS, file_of, parsed, source_text
 
 # The other ranks wait while one reads the source.
@@ -109,9 +109,8 @@ def _ways_out(call: ExitCall, files: Iterable[str], ends_s: float) -> Iterator[s
 
 def _loaded_files() -> list[str]:
     """The user's source files; none if the program is not one of them: that of a notebook is not a file."""
-    modules = {name: file_of(module) for name, module in [*sys.modules.items()]}
-    files = dict.fromkeys(file for file in modules.values() if file.endswith(".py") and is_user_code(file))
-    return [*files] if any(modules.get(name) for name in _PROGRAM) else []
+    files = dict.fromkeys(file for file in map(file_of, user_modules()) if file.endswith(".py"))
+    return [*files] if any(file_of(sys.modules.get(name)) for name in _PROGRAM) else []
 
 
 def exit_calls_in(file: str) -> list[ExitCall] | None:

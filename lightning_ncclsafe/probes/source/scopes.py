@@ -6,11 +6,12 @@ It reads source files, so it is not for the training's thread.
 import ast
 import inspect
 import itertools
+import sys
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from types import CodeType
+from types import CodeType, ModuleType
 from typing import Any, NamedTuple, TypeVar
 
 from lightning_ncclsafe.code.libraries import is_top_level
@@ -23,6 +24,7 @@ from lightning_ncclsafe.probes.source.syntax import (
     FUNCTIONS,
     LOOPS,
     Function,
+    file_of,
     first_line,
     last_line,
     name_of,
@@ -271,6 +273,11 @@ def scope_of(function: Callable[..., Any] | CodeType | None) -> Scope:
 
 def _code_of(function: Callable[..., Any] | None) -> CodeType | None:
     return getattr(inspect.unwrap(function), "__code__", None) if function is not None else None
+
+
+def user_modules() -> list[ModuleType]:
+    """The loaded modules of the user's code, in the order in which they were loaded."""
+    return [module for module in [*sys.modules.values()] if is_user_code(file_of(module) or "<")]
 
 
 def scopes_in(owners: Iterable[Any]) -> Iterator[Scope]:

@@ -10,11 +10,11 @@ from typing import Any
 
 from lightning_ncclsafe.facts import Limited, TimeoutLine
 from lightning_ncclsafe.probes.process.stacks import main_thread_frames
-from lightning_ncclsafe.probes.source.scopes import MOST_PLACES, Scope, scope_of, scopes_in, scopes_of
-from lightning_ncclsafe.probes.source.syntax import name_of
+from lightning_ncclsafe.probes.source.scopes import MOST_PLACES, Scope, scope_of, scopes_in, scopes_of, user_modules
+from lightning_ncclsafe.probes.source.syntax import file_of, name_of
 
 # All ranks wait while one reads the source.
-_MOST_FILES = 8
+_MOST_FILES = 32
 _GROUP, _STORE = (Limited.GROUP,), (Limited.STORE,)
 _BOTH = (*_GROUP, *_STORE)
 # torch's functions with a timeout: its position among their arguments, None where it is always named; what it limits.
@@ -44,7 +44,8 @@ _OPERATORS = {ast.Mult: operator.mul, ast.Add: operator.add, ast.Sub: operator.s
 def timeout_lines(owners: Iterable[Any]) -> tuple[TimeoutLine, ...]:
     """The lines in the user's functions that the main thread is in and in those of these objects, the first few.
 
-    If there are none, it is those in the rest of their files, but only where the timeout is written out.
+    If there are none, it is those in the rest of their files, or else in the user's other modules, but only where the
+    timeout is written out.
 
     Args:
         owners: The module, the data, the callbacks, the strategy.
@@ -52,9 +53,9 @@ def timeout_lines(owners: Iterable[Any]) -> tuple[TimeoutLine, ...]:
     entered = (scope_of(frame.f_code) for frame in main_thread_frames())
     near = [*(scope for scope in entered if scope.file), *scopes_in(owners)]
     found = [*_lines(near)]
-    if not found:
-        files = itertools.islice(dict.fromkeys(scope.file for scope in near), _MOST_FILES)
-        found = [line for line in _lines(scope for file in files for scope in scopes_of(file)) if line.timeout_ms]
+    own = [*itertools.islice(dict.fromkeys(scope.file for scope in near), _MOST_FILES)]
+    for files in (own, (file_of(module) for module in reversed(user_modules()[-_MOST_FILES:]))):
+        found = found or [line for file in files for line in _lines(scopes_of(file)) if line.timeout_ms]
     return tuple(itertools.islice(dict.fromkeys(found), MOST_PLACES))
 
 
