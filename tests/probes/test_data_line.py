@@ -641,6 +641,38 @@ class Moved(DataLoader[Any]):
             yield [batch]
 
 
+class Collected(Data):
+    """A list that is filled before it is handed on: no one line decides how long it is."""
+
+    def batches(self) -> list[Any]:
+        made: list[Any] = []
+        for row in self.rows:
+            made.append(row)
+        made += [row for row in self.first if row]
+        return made
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self.batches()
+
+
+class CollectedAtOnce(Collected):
+    def batches(self) -> list[Any]:
+        made = [row for row in self.rows if row]  # <- collected
+        return made
+
+
+class CollectedButOne(Collected):
+    def batches(self) -> list[Any]:
+        made = [row for row in self.rows if row]
+        made.remove(self.first)
+        return made
+
+
+def test_of_a_list_that_is_filled_later_on_no_assignment_decides() -> None:
+    lines = [told(DataLoader(kind([]))) for kind in (Collected, CollectedButOne, CollectedAtOnce)]
+    assert lines == ["", "", place("collected", "batches")]
+
+
 def of_this_rank(names: list[str], rank: int) -> list[str]:
     return names[rank::SIZE]  # <- share of names
 

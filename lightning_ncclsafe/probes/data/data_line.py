@@ -233,11 +233,20 @@ def _of_yield(node: ast.Yield | ast.YieldFrom, scope: Scope, owner: type, calls:
     return _only_line(conditions, scope) if found.given else _UNKNOWN
 
 
+def _is_extended(name: str, scope: Scope) -> bool:
+    """Whether a function adds to a list of its own: then no single assignment decides how long it is."""
+    return name in _filled_in(scope) or any(name_of(one.target) == name for one in scope.each(ast.AugAssign))
+
+
+def _filled_in(scope: Scope) -> set[str]:
+    """The variables that hold more, or less, for what a function calls of them."""
+    filling = (call.func for call in scope.calls(FILLING) if isinstance(call.func, ast.Attribute))
+    return {one.value.id for one in filling if isinstance(one.value, ast.Name)}
+
+
 def _is_filled_before(node: ast.Yield | ast.YieldFrom, scope: Scope) -> bool:
     """Whether it yields a batch that the function fills: what closes it decides, and not what leaves out samples."""
-    name = name_of(node.value) if isinstance(node.value, ast.Name) else ""
-    filling = (call.func for call in scope.calls(FILLING) if isinstance(call.func, ast.Attribute))
-    return bool(name) and any(name_of(one.value) == name for one in filling)
+    return isinstance(node.value, ast.Name) and node.value.id in _filled_in(scope)
 
 
 def _counts_as_one(node: ast.YieldFrom, loop: _Loop | None, scope: Scope) -> bool:
@@ -298,6 +307,8 @@ def _of_items(items: ast.expr | None, line: int, scope: Scope, owner: type, call
         elif isinstance(value, ast.Name) and _handed_on(value, scope, here) is None:
             made = variable(value.id, Given(None, scope, here))
             if made is None or made.value is None or made.is_part or made.scope != scope:
+                return _UNKNOWN
+            if _is_extended(value.id, scope):
                 return _UNKNOWN
             here, value = made.line, made.value
         else:
