@@ -258,6 +258,59 @@ def branches(source: str) -> list[str]:
         ),
         pytest.param(
             """
+            def gather(self, module):
+                for name, p in module.named_parameters():
+                    if "lora_" in name and not name.endswith("bias") and name != SKIPPED and isinstance(p, DTensor):
+                        if p.ndim > 1 or p.dim() == 0:
+                            kept[name] = p.full_tensor()  # <-
+            """,
+            ["2 passes", "3 common", "4 common"],
+            id="names, classes and dimensions of a model's parameters",
+        ),
+        pytest.param(
+            """
+            def gather(self, module):
+                for name, p in module.named_parameters():
+                    if p.requires_grad:
+                        if p > 0:
+                            if name in self.wanted:
+                                kept[name] = p.full_tensor()  # <-
+            """,
+            ["2 passes", "3 value", "4 value", "5 value"],
+            id="what ranks may have set otherwise of a model's parameters",
+        ),
+        pytest.param(
+            """
+            def gather(self, module):
+                for p in module.state_dict().values():
+                    if p != 0:
+                        send(p.full_tensor())  # <-
+            """,
+            ["2 passes", "3 value"],
+            id="a value is no name",
+        ),
+        pytest.param(
+            """
+            def gather(self, module, name, p):
+                for name, p in self.found.items():
+                    if "lora_" in name or isinstance(p, DTensor):
+                        kept[name] = p.full_tensor()  # <-
+            """,
+            ["2 passes", "3 value"],
+            id="names of anything else",
+        ),
+        pytest.param(
+            """
+            def gather(self, module, name):
+                kept = {one: p for one, p in module.named_parameters()}
+                if "lora_" in name:
+                    send(kept[name].full_tensor())  # <-
+            """,
+            ["3 value"],
+            id="a name outside of the loop",
+        ),
+        pytest.param(
+            """
             def restart(self, unused):
                 if self.codes.is_initialized():
                     return

@@ -641,7 +641,7 @@ class Moved(DataLoader[Any]):
             yield [batch]
 
 
-class Collected(Data):
+class Gathered(Data):
     """A list that is filled before it is handed on: no one line decides how long it is."""
 
     def batches(self) -> list[Any]:
@@ -655,13 +655,13 @@ class Collected(Data):
         yield from self.batches()
 
 
-class CollectedAtOnce(Collected):
+class GatheredAtOnce(Gathered):
     def batches(self) -> list[Any]:
-        made = [row for row in self.rows if row]  # <- collected
+        made = [row for row in self.rows if row]  # <- gathered
         return made
 
 
-class CollectedButOne(Collected):
+class GatheredButOne(Gathered):
     def batches(self) -> list[Any]:
         made = [row for row in self.rows if row]
         made.remove(self.first)
@@ -669,8 +669,9 @@ class CollectedButOne(Collected):
 
 
 def test_of_a_list_that_is_filled_later_on_no_assignment_decides() -> None:
-    lines = [told(DataLoader(kind([]))) for kind in (Collected, CollectedButOne, CollectedAtOnce)]
-    assert lines == ["", "", place("collected", "batches")]
+    # A method of its own is followed to what it returns.
+    lines = [told(DataLoader(kind([]))) for kind in (Gathered, GatheredButOne, GatheredAtOnce)]
+    assert lines == ["", "", place("gathered", "batches")]
 
 
 def of_this_rank(names: list[str], rank: int) -> list[str]:

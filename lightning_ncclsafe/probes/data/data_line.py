@@ -299,7 +299,9 @@ def _of_items(items: ast.expr | None, line: int, scope: Scope, owner: type, call
     here, value = line, items
     for _ in range(_MOST_NAMES):
         called = function_called(value, scope, owner) if isinstance(value, ast.Call) and calls else None
-        if called is not None and any(isinstance(node, YIELDS) for node in called.nodes):
+        # A method that returns a list decides as well; what other functions return is made of what they are given.
+        asked = (*YIELDS, ast.Return) if isinstance(value, ast.Call) and is_of_self(value.func) else YIELDS
+        if called is not None and any(isinstance(node, asked) for node in called.nodes):
             found = _of_function(called, owner, calls - 1)
             return found if found.given != _PARAMETER else _handed_on(value, scope, here) or _UNKNOWN
         if isinstance(value, ast.Call) and name_of(value.func) == "iter" and value.args:

@@ -5,7 +5,7 @@ It parses the source and executes nothing.
 
 import ast
 import itertools
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from copy import copy
 from dataclasses import replace
@@ -45,6 +45,9 @@ _COUNTING = frozenset(("trainer", "pl_module", "module", "model"))
 # What all ranks of one job have in common: whether there are several, and what their machines can do.
 _ASKED_OF_JOB = frozenset(("is_initialized", "is_available", "is_torchelastic_launched", "get_world_size"))
 _MODULES = frozenset(("dist", "distributed", "c10d", "cuda"))
+# Methods of a model whose parts a loop goes through: all ranks have the same parts, of the same names and classes.
+_PARTS = frozenset(("parameters", "modules", "children", "buffers"))
+_NAMED_PARTS = frozenset((*(f"named_{one}" for one in _PARTS), "state_dict"))
 _MOST_BRANCHES = 8
 _MOST_CHARACTERS = 120
 _MOST_NAMES = 32
@@ -84,6 +87,20 @@ class _Arm(NamedTuple):
     is_tried: bool = False
     is_condition: bool = False
     is_function: bool = False
+
+
+class _PartsLoop(NamedTuple):
+    """A loop over a model's parts, if it gives names or parts to variables.
+
+    Attributes:
+        lines: Its lines.
+        names: The variables that are given names of parts.
+        parts: Those that are given parts.
+    """
+
+    lines: range
+    names: set[str]
+    parts: set[str]
 
 
 @lru_cache(maxsize=64)
@@ -302,8 +319,23 @@ class ControlFlow:
         """
         if self._names_of_rank().decides(test, is_past=is_past):
             return Decides.RANK
-        is_common = _is_constant(test) or _is_of_job(test) or _is_counter(test, self._state)
+        is_common = _is_constant(test) or _is_of_job(test) or _is_counter(test, self._state) or self._is_of_part(test)
         return Decides.COMMON if is_common else Decides.VALUE
+
+    def _is_of_part(self, test: ast.expr) -> bool:
+        """Whether a condition in a loop over a model's parts is on nothing but the name, class or rank of a part."""
+        around = [loop for loop in self._loops_over_parts if test.lineno in loop.lines]
+        names = {name for loop in around for name in loop.names}
+        return _asks_only(test, names, {name for loop in around for name in loop.parts})
+
+    @cached_property
+    def _loops_over_parts(self) -> list[_PartsLoop]:
+        has_any = any(f"{name}(" in line for line in self._lines for name in (*_PARTS, *_NAMED_PARTS))
+        nodes = (node for statement in self._body if has_any for node in ast.walk(statement))
+        loops = (node for node in nodes if isinstance(node, (ast.For, *COMPREHENSIONS)))
+        heads = ((loop, head) for loop in loops for head in ([loop] if isinstance(loop, ast.For) else loop.generators))
+        lines = ((range(loop.lineno, last_line(loop) + 1), head) for loop, head in heads)
+        return [_PartsLoop(each, *_parts_in(head.target, head.iter)) for each, head in lines]
 
     def _head(self, line: int, on: Decides, block: _Block, without: str = "") -> Branch:
         """The branch at a line that decides whether a block runs."""
@@ -336,6 +368,44 @@ def _is_of_job(test: ast.expr) -> bool:
     is_plain = not test.args and not test.keywords
     is_of_module = name_of(test.func.value) in _MODULES if isinstance(test.func, ast.Attribute) else True
     return is_plain and is_of_module and name_of(test.func) in _ASKED_OF_JOB
+
+
+def _parts_in(target: ast.expr, items: ast.expr) -> tuple[set[str], set[str]]:
+    """The variables to which a loop gives names of a model's parts, and the parts; none if it goes through others."""
+    called = {name_of(node.func) for node in ast.walk(items) if isinstance(node, ast.Call)}
+    targets = target.elts if isinstance(target, ast.Tuple) else [target]
+    variables = [one.id if isinstance(one, ast.Name) else "" for one in targets]
+    if called.isdisjoint(_NAMED_PARTS):
+        return set(), set() if called.isdisjoint(_PARTS) else {*variables}
+    are_names = "values" not in called
+    return {*variables[:1]} if are_names else set(), {*variables[are_names:]}
+
+
+def _asks_only(test: ast.expr, names: Collection[str], parts: Collection[str]) -> bool:
+    """Whether a condition asks what all ranks answer alike of the names and parts of a model, and nothing else."""
+    if isinstance(test, ast.BoolOp):
+        return all(_asks_only(value, names, parts) for value in test.values)
+    if isinstance(test, ast.UnaryOp):
+        return _asks_only(test.operand, names, parts)
+    if isinstance(test, ast.Compare):
+        sides = (test.left, *test.comparators)
+        others = [side for side in sides if not (_id(side) in names or _is_rank_of(side, parts))]
+        return len(others) < len(sides) and all(_is_constant(side) or name_of(side).isupper() for side in others)
+    if not isinstance(test, ast.Call):
+        return False
+    if isinstance(test.func, ast.Attribute):
+        return test.func.attr in ("startswith", "endswith") and _id(test.func.value) in names
+    return _id(test.func) == "isinstance" and _id(test.args[0]) in parts if test.args else False
+
+
+def _is_rank_of(value: ast.expr, parts: Collection[str]) -> bool:
+    """Whether it is the number of dimensions of a part: ``p.ndim`` or ``p.dim()``."""
+    attribute = value.func if isinstance(value, ast.Call) else value
+    return isinstance(attribute, ast.Attribute) and attribute.attr in ("ndim", "dim") and _id(attribute.value) in parts
+
+
+def _id(value: ast.expr) -> str | None:
+    return value.id if isinstance(value, ast.Name) else None
 
 
 def _is_counter(test: ast.expr, state: frozenset[str]) -> bool:
