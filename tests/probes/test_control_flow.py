@@ -258,6 +258,18 @@ def branches(source: str) -> list[str]:
         ),
         pytest.param(
             """
+            def on_validation_end(self, trainer, pl_module):
+                if trainer.sanity_checking or trainer.state.fn != "fit":
+                    return
+                if self.state.fn != "fit":
+                    return
+                gather(trainer)  # <-
+            """,
+            ["3 return common", "5 return value"],
+            id="what the Trainer runs",
+        ),
+        pytest.param(
+            """
             def gather(self, module):
                 for name, p in module.named_parameters():
                     if "lora_" in name and not name.endswith("bias") and name != SKIPPED and isinstance(p, DTensor):

@@ -585,9 +585,18 @@ def test_the_call_in_a_loop_that_others_have_left_is_the_one(
     assert finding.decided_at == f"{FILE}:30 in step"
 
 
-@pytest.mark.parametrize("goes_through_parts", [False, True], ids=["one part", "in a loop of the model's"])
-def test_of_a_part_of_the_model_the_loop_around_the_model_is_told(goes_through_parts: bool) -> None:
-    """The line that runs the part is in a function of the model; nobody has written a collective there."""
+@pytest.mark.parametrize(
+    ("goes_through_parts", "knowing"),
+    [(False, (0, 1)), (True, (0, 1)), (False, (0,)), (False, (1,))],
+    ids=["one part", "in a loop of the model's", "known where it waits", "known to the other"],
+)
+def test_of_a_part_of_the_model_the_loop_around_the_model_is_told(
+    goes_through_parts: bool, knowing: tuple[int, ...]
+) -> None:
+    """The line that runs the part is in a function of the model; nobody has written a collective there.
+
+    A rank knows the units only of calls in which it waits.
+    """
     parts = replace(LOOP, line=39, until=40, test="for block in self.blocks:  (line 39)")
     loop = replace(LOOP, line=49, test="for _ in range(most):  (line 49)")
     facts = in_helper(of("rggg", "rggr"))
@@ -603,7 +612,8 @@ def test_of_a_part_of_the_model_the_loop_around_the_model_is_told(goes_through_p
         return replace(rank, collectives=tuple(calls), units=units)
 
     unit = ModelUnit(kind=UnitKind.FSDP_UNIT, name="block", elements=16, shard_elements=8, groups=("0",))
-    of_unit = first(replace(facts, ranks=tuple(known(rank, (unit,)) for rank in facts.ranks)))
+    units = {rank: (unit,) for rank in knowing}
+    of_unit = first(replace(facts, ranks=tuple(known(one, units.get(one.rank, ())) for one in facts.ranks)))
     assert (of_unit.rule, of_unit.location) == ("diverged-collectives", f"{FILE}:49 in step")
     # Of two ranks, the one that still runs the model goes through the loop more often.
     assert (of_unit.ranks, of_unit.confidence) == ((0,), Confidence.LIKELY)

@@ -38,8 +38,13 @@ from lightning_ncclsafe.probes.source.syntax import (
 
 # Counters that are equal on all ranks, so that conditions on them are, too.
 _COUNTED = frozenset(
-    ("batch_idx", "batch_index", "dataloader_idx", "current_epoch", "epoch", "global_step", "sanity_checking", "stage")
+    (
+        *("batch_idx", "batch_index", "dataloader_idx", "current_epoch", "epoch", "global_step"),
+        *("sanity_checking", "stage", "validating", "testing", "predicting", "evaluating"),
+    )
 )
+# What a Trainer runs is equal on all ranks, too: ``trainer.state.fn``.
+_OF_STATE = frozenset(("state", "fn"))
 # What has them: that a file keeps it is no reason why they should differ.
 _COUNTING = frozenset(("trainer", "pl_module", "module", "model"))
 # What all ranks of one job have in common: whether there are several, and what their machines can do.
@@ -415,7 +420,9 @@ def _is_counter(test: ast.expr, state: frozenset[str]) -> bool:
     if isinstance(test, ast.UnaryOp):
         return _is_counter(test.operand, state)
     named = {name_of(node) for node in ast.walk(test) if isinstance(node, (ast.Name, ast.Attribute))}
-    return not _calls(test) and not named.isdisjoint(_COUNTED) and named.isdisjoint(state - _COUNTED - _COUNTING)
+    is_of_state = named >= _OF_STATE and not named.isdisjoint(_COUNTING)
+    is_counted = is_of_state or not named.isdisjoint(_COUNTED)
+    return is_counted and not _calls(test) and named.isdisjoint(state - _COUNTED - _COUNTING)
 
 
 def _state_of(body: _Block) -> frozenset[str]:

@@ -5,6 +5,7 @@ is concluded from the source of the functions on the way, which is among the fac
 both sides were in, after the last call that both have made, and before their present lines.
 """
 
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -400,11 +401,15 @@ class _Made(NamedTuple):
 def _made(view: Timeline, location: str) -> _Made:
     calls = ((call, facts) for facts in view.facts.values() for call in facts.collectives)
     stacked = ((call, facts) for call, facts in calls if call.stack and not call.is_p2p)
-    # One line may be reached through several callers.
-    by_site = {
-        call.site: (call, facts) for call, facts in stacked if _is_at(user_frames(inside_trainer(call.stack)), location)
-    }
-    every = [_made_from(view, call, unit_of(call, facts)) for call, facts in by_site.values()]
+    # One line may be reached through several callers; and only ranks that wait in the call know its unit.
+    by_site: dict[str, list[tuple[Collective, ModelUnit | None]]] = defaultdict(list)
+    for call, facts in stacked:
+        if _is_at(user_frames(inside_trainer(call.stack)), location):
+            by_site[call.site].append((call, unit_of(call, facts)))
+    every = [
+        _made_from(view, calls[-1][0], next((unit for _, unit in calls if unit is not None), None))
+        for calls in by_site.values()
+    ]
     return next((made for made in every if made.fewer), every[0] if every else _Made())
 
 
