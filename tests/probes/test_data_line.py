@@ -668,6 +668,20 @@ class GatheredButOne(Gathered):
         return made
 
 
+class GatheredAndCounted(Gathered):
+    def __init__(self, rows: Any) -> None:
+        super().__init__(rows)
+        self.count = len(self.batches())
+
+    def __len__(self) -> int:
+        return self.count
+
+
+def test_nor_does_one_decide_about_its_length() -> None:
+    loader = DataLoader(list(range(9)), batch_sampler=GatheredAndCounted([]))
+    assert told(loader, by_length=True) == ""
+
+
 def test_of_a_list_that_is_filled_later_on_no_assignment_decides() -> None:
     # A method of its own is followed to what it returns.
     lines = [told(DataLoader(kind([]))) for kind in (Gathered, GatheredButOne, GatheredAtOnce)]

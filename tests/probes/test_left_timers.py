@@ -6,7 +6,7 @@ from types import ModuleType
 
 import pytest
 
-from lightning_ncclsafe.probes.source import exit_calls as searched
+from lightning_ncclsafe.probes.source import scopes
 from lightning_ncclsafe.probes.source.exit_calls import exit_calls
 
 LIMITS = """
@@ -91,7 +91,7 @@ def left_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limits: str, progra
         module = ModuleType(name)
         module.__file__ = str(path)
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(searched, "is_user_code", lambda file: file.startswith(str(tmp_path)))
+    monkeypatch.setattr(scopes, "is_user_code", lambda file: file.startswith(str(tmp_path)))
     return [call.left_at for call in exit_calls()]
 
 

@@ -153,13 +153,17 @@ def _of_length(scope: Scope) -> _DataEnd:
     made = returned(scope)
     if made is None:
         return _UNKNOWN
-    value = made.value
-    if isinstance(value, ast.Call) and name_of(value.func) == "len" and value.args:
-        value = value.args[0]
+    counted = _counted(made.value)
+    value = made.value if counted is None else counted
     found = _handed_on(value, scope, made.line)
     if found is None and value is not None and (_is_about_rank(value) or _slices(value)):
         return _DataEnd(scope.place(made.line))
     return found or _UNKNOWN
+
+
+def _counted(value: ast.expr | None) -> ast.expr | None:
+    """What an expression gives the length of; None if it gives anything else."""
+    return value.args[0] if isinstance(value, ast.Call) and name_of(value.func) == "len" and value.args else None
 
 
 def _followed(found: _DataEnd, owner: type) -> _DataEnd:
@@ -173,6 +177,9 @@ def _followed(found: _DataEnd, owner: type) -> _DataEnd:
         made = only_assignment(found.given, owner)
         if made is None or _is_filled(found.given, owner):
             break
+        if (counted := _counted(made.value)) is not None:
+            found = _of_items(counted, made.line, made.scope, owner, _MOST_CALLS)
+            continue
         held = None if made.is_part else _handed_on(made.value, made.scope, made.line)
         if _is_parameter(made) or held == _DataEnd(given=_PARAMETER):
             return _DataEnd(given=_GIVEN)
