@@ -354,7 +354,7 @@ def test_only_code_with_handlers_is_monitored(module: ModuleType) -> None:
 
 @pytest.mark.skipif(sys.version_info < (3, 12), reason="sys.monitoring")
 def test_frequent_handlers_are_no_longer_reported(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(caught, "_own_modules", lambda: [module])
+    monkeypatch.setattr(caught, "user_modules", lambda: [module])
     told: list[str] = []
     watch = caught.HandlerWatch(lambda error: told.append(repr(error)))
     watch.start()
@@ -387,7 +387,7 @@ def test_the_thread_that_reads_source_files_ends_with_the_file_it_reads(
     monkeypatch.setattr(caught, "syntax_tree", tree)
     other = ModuleType("other")
     other.__file__ = "other.py"
-    monkeypatch.setattr(caught, "_own_modules", lambda: [module, other])
+    monkeypatch.setattr(caught, "user_modules", lambda: [module, other])
     watch = caught.HandlerWatch(lambda _: None)
     watch.start()
     assert reads.wait(20)
