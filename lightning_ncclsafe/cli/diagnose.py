@@ -10,7 +10,7 @@ from lightning_ncclsafe.cli import failed, say
 from lightning_ncclsafe.code.marks import lacks_mark
 from lightning_ncclsafe.facts import IncidentKind, JobFacts
 from lightning_ncclsafe.facts.findings import Diagnosis
-from lightning_ncclsafe.inspecting.joining import diagnosis_of, joined
+from lightning_ncclsafe.inspecting.diagnosing import diagnosis_of, joined
 from lightning_ncclsafe.reading.evidence import Artifacts
 from lightning_ncclsafe.report.json import report_json
 from lightning_ncclsafe.report.lines import first_of, safe
@@ -63,11 +63,11 @@ def run(config: Namespace) -> int:
 
 def _diagnoses(evidence: Artifacts) -> Iterator[tuple[str, Diagnosis]]:
     """The diagnoses, with titles in case there are several."""
-    inspected = [one.job for _, one in evidence.reports if one.job.incident.kind is IncidentKind.INSPECTED]
+    inspected = [one.job for _, one in evidence.reports if one.job.is_inspected]
     for seen in joined(inspected):
         yield f"=== inspection of {seen.launch or 'a job'}", diagnosis_of(seen)
     for path, diagnosis in evidence.reports:
-        if diagnosis.job.incident.kind is not IncidentKind.INSPECTED:
+        if not diagnosis.job.is_inspected:
             yield f"=== {path}", _judged_again(diagnosis)
     job = evidence.job()
     if job is not None:

@@ -12,8 +12,8 @@ from jsonargparse import ArgumentParser, Namespace
 
 from lightning_ncclsafe.cli import failed, write_to
 from lightning_ncclsafe.facts.findings import Diagnosis
+from lightning_ncclsafe.inspecting.diagnosing import LONG_STEP_S
 from lightning_ncclsafe.inspecting.inspection import LOOKS, SECONDS, inspect
-from lightning_ncclsafe.inspecting.joining import LONG_STEP_S
 from lightning_ncclsafe.report.folder import write_page, write_report
 from lightning_ncclsafe.report.json import report_json
 from lightning_ncclsafe.report.lines import safe

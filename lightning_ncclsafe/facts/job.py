@@ -263,6 +263,21 @@ class JobFacts:
     elsewhere: tuple[int, ...] = field(default=(), metadata={"ranges": True})
 
     @property
+    def is_compared(self) -> bool:
+        """Whether ranks were only compared, not asked because something is wrong."""
+        return self.incident.kind in (IncidentKind.DATA, IncidentKind.PREFLIGHT)
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether the facts were read from dumps or logs of a run."""
+        return self.incident.kind is IncidentKind.RECORDED
+
+    @property
+    def is_inspected(self) -> bool:
+        """Whether the facts were taken from outside, of processes that were not prepared for it."""
+        return self.incident.kind is IncidentKind.INSPECTED
+
+    @property
     def silent(self) -> tuple[int, ...]:
         """Ranks that did not answer, ascending. A rank that nobody has asked is not silent."""
         answered = {facts.rank for facts in self.ranks}.union(self.elsewhere)

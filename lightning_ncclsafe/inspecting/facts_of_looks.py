@@ -40,7 +40,7 @@ from lightning_ncclsafe.facts import (
     UnrecordedGroup,
 )
 from lightning_ncclsafe.facts.wording import capitalised, location_of, ranks_words, verb
-from lightning_ncclsafe.inspecting.joining import LONG_STEP_S
+from lightning_ncclsafe.inspecting.diagnosing import LONG_STEP_S
 from lightning_ncclsafe.inspecting.looks import Look, SeenFrame
 from lightning_ncclsafe.inspecting.rank_objects import RankObjects, UnreadObjects, errors_of
 from lightning_ncclsafe.inspecting.ranks import RankProcess

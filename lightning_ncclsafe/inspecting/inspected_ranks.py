@@ -23,8 +23,8 @@ from lightning_ncclsafe.facts import (
     ProcessFacts,
     StorageFacts,
 )
+from lightning_ncclsafe.inspecting.diagnosing import LONG_STEP_S, LONG_WAIT_S, wait_in_vain
 from lightning_ncclsafe.inspecting.facts_of_looks import SeenRank, ends_in, frames_of, longest_idle_s, shows_enough
-from lightning_ncclsafe.inspecting.joining import LONG_STEP_S, LONG_WAIT_S, wait_in_vain
 from lightning_ncclsafe.inspecting.looks import Look, StackReader, look
 from lightning_ncclsafe.inspecting.rank_objects import RankObjects, objects_of
 from lightning_ncclsafe.inspecting.ranks import RankProcess

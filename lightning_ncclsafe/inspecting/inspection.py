@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from lightning_ncclsafe.code.libraries import SPAWNED_PROCESS
 from lightning_ncclsafe.facts import JobFacts
 from lightning_ncclsafe.facts.findings import Diagnosis, Finding
+from lightning_ncclsafe.inspecting.diagnosing import LONG_STEP_S, diagnosis_of
 from lightning_ncclsafe.inspecting.facts_of_looks import SeenRank, job_facts
 from lightning_ncclsafe.inspecting.inspected_ranks import InspectedRanks, by_job
-from lightning_ncclsafe.inspecting.joining import LONG_STEP_S, diagnosis_of
 from lightning_ncclsafe.inspecting.looks import NO_PROGRAM, SeenFrame, StackReader, look, other_user_words
 from lightning_ncclsafe.inspecting.ranks import (
     FoundRanks,

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import cached_property
 from itertools import chain, islice
 
-from lightning_ncclsafe.facts import Frame, IncidentKind, InspectionFacts, JobFacts, Phase, RankFacts
+from lightning_ncclsafe.facts import Frame, InspectionFacts, JobFacts, Phase, RankFacts
 from lightning_ncclsafe.facts.findings import Diagnosis, Finding
 from lightning_ncclsafe.facts.wording import (
     capitalised,
@@ -35,16 +35,6 @@ _MOST_FRAMES = 60
 _INSTALLED = re.compile(r".*(?:-packages|/lib/python3\.\d+)/")
 
 _Key = tuple[object, ...]
-
-
-def is_compared(job: JobFacts) -> bool:
-    """Whether ranks were only compared, not asked because something is wrong."""
-    return job.incident.kind in (IncidentKind.DATA, IncidentKind.PREFLIGHT)
-
-
-def is_recorded(job: JobFacts) -> bool:
-    """Whether the facts were read from dumps or logs of a run."""
-    return job.incident.kind is IncidentKind.RECORDED
 
 
 def recorded_words(job: JobFacts) -> str:
@@ -121,11 +111,6 @@ def _group_words(facts: RankFacts, number: int, words: Words) -> str:
     # The group is named before.
     waits = f", waits in {words.of(call).replace(f', {group_words(group.name)})', ')')}" if call is not None else ""
     return f"{group_words(group.name, group.description)}: {counters}{waits}"
-
-
-def is_inspected(job: JobFacts) -> bool:
-    """Whether the ranks were inspected from outside."""
-    return job.incident.kind is IncidentKind.INSPECTED
 
 
 def inspected_words(job: JobFacts) -> str:
@@ -269,7 +254,7 @@ class RankStates:
 
     def silence(self, rank: int) -> str:
         """``"did not answer; its process is stopped"``: the state of a rank that has not answered."""
-        if is_recorded(self.view.job):
+        if self.view.job.is_recorded:
             return "left nothing that was read"
         process = self.view.witnesses.get(rank)
         return f"did not answer; {f'its process is {process.state}' if process else 'nobody saw its process'}"

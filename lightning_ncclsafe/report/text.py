@@ -12,9 +12,6 @@ from lightning_ncclsafe.report.ranks import (
     NOTHING,
     inspected_answer,
     inspected_words,
-    is_compared,
-    is_inspected,
-    is_recorded,
     named_ranks,
     rank_table,
     recorded_table,
@@ -78,12 +75,12 @@ def render_text(diagnosis: Diagnosis, width: int = WIDTH) -> str:
 
 def _all_ranks(diagnosis: Diagnosis, width: int) -> Iterator[str]:
     """The sections on all ranks. Ranks that were only compared do not hang, so their stacks mean nothing."""
-    hangs = not is_compared(diagnosis.job)
+    hangs = not diagnosis.job.is_compared
     if hangs:
         job, named = diagnosis.job, named_ranks(diagnosis)
-        table = recorded_table(job, named, as_list=True) if is_recorded(job) else rank_table(job, named)
+        table = recorded_table(job, named, as_list=True) if job.is_recorded else rank_table(job, named)
         yield section("All ranks", table, width=width)
-    if is_inspected(diagnosis.job):
+    if diagnosis.job.is_inspected:
         yield section("Where they were at each look", sampled_table(diagnosis.job), width=width)
     yield section("The data of all ranks", data_table(diagnosis.job), wrap=False)
     yield section("The hosts of all ranks", preflight_table(diagnosis.job), wrap=False)
@@ -110,7 +107,7 @@ def answer_lines(diagnosis: Diagnosis) -> list[str]:
         lines += [f"  because: {_evidence_words(item)}" for item in _telling(observed(finding.evidence))]
         lines.append(f"  remedy: {finding.remedy}")
     if distinct[1:]:
-        also = "also found" if is_compared(diagnosis.job) else "also possible"
+        also = "also found" if diagnosis.job.is_compared else "also possible"
         others = (f"{item.rule} ({ranks_words((*item.ranks, *alike))})" for item, alike in distinct[1:4])
         lines.append(f"  {also}: {', '.join(others)}")
     lines += [f"  not known: {line}" for line in _gaps(diagnosis)[:1]]
@@ -162,11 +159,11 @@ def answer_words(diagnosis: Diagnosis) -> str:
 def nothing_found(diagnosis: Diagnosis) -> str:
     """The answer if no rule found anything."""
     ranks = diagnosis.job.ranks
-    if is_compared(diagnosis.job):
+    if diagnosis.job.is_compared:
         return _NOTHING[diagnosis.job.incident.kind]
-    if is_recorded(diagnosis.job):
+    if diagnosis.job.is_recorded:
         return NOTHING
-    if is_inspected(diagnosis.job):
+    if diagnosis.job.is_inspected:
         return inspected_answer(diagnosis.job)
     if not ranks:
         return "Nothing found: no rank answered."
@@ -179,11 +176,11 @@ def nothing_found(diagnosis: Diagnosis) -> str:
 def incident_words(diagnosis: Diagnosis) -> str:
     """Why ranks were asked, how many of them answered, and the limits that applied."""
     incident, job = diagnosis.job.incident, diagnosis.job
-    if is_compared(diagnosis.job):
+    if diagnosis.job.is_compared:
         return f"Incident {incident.number}: {_compared_words(job)}."
-    if is_recorded(job):
+    if job.is_recorded:
         return recorded_words(job)
-    if is_inspected(job):
+    if job.is_inspected:
         return inspected_words(job)
     opening = _OPENINGS[incident.kind].format(idle=duration_words(incident.idle_s))
     return (
@@ -196,7 +193,7 @@ def _when_and_what(diagnosis: Diagnosis) -> list[str]:
     """When ranks were asked, and in which job: ``["That was on 27 November 2026, 15:52:12 UTC."]``."""
     job = diagnosis.job
     when = moment_words(job.incident.opened_ns)
-    if is_recorded(job):
+    if job.is_recorded:
         return [f"The last call that was recorded was made on {when}."] if when else []
     parts = [*([f"on {when}"] if when else ()), *([f"in {job.launch}"] if job.launch else ())]
     return [f"That was {', '.join(parts)}."] if parts else []

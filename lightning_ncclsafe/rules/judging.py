@@ -5,7 +5,7 @@ from dataclasses import replace
 from datetime import datetime, timezone
 from typing import Any
 
-from lightning_ncclsafe.facts import IncidentKind, JobFacts, RankFacts, Straggler
+from lightning_ncclsafe.facts import JobFacts, RankFacts, Straggler
 from lightning_ncclsafe.rules.common_paths import with_common_paths
 from lightning_ncclsafe.rules.hang import HANG_RULES
 from lightning_ncclsafe.rules.kit import (
@@ -148,7 +148,7 @@ def _with_hosts(finding: Finding, job: JobFacts) -> Finding:
     """The same finding; if the job has several hosts, with the hosts of its ranks as the first evidence."""
     hosts = timeline(job).hosts
     # Findings that compare ranks before training name the hosts themselves.
-    if len(set(hosts.values())) < 2 or job.incident.kind in (IncidentKind.DATA, IncidentKind.PREFLIGHT):
+    if len(set(hosts.values())) < 2 or job.is_compared:
         return finding
     there = ranks_by({rank: hosts[rank] for rank in finding.ranks if rank in hosts})
     if not 0 < len(there) <= _FEW_HOSTS:

@@ -7,7 +7,6 @@ from lightning_ncclsafe.rules.kit import Confidence, Diagnosis, Finding, Plan, S
 SAME_MOST = 3
 """After this many starts in a row that end by the same cause at the same step, another one is not worth its time."""
 
-_COMPARES = (IncidentKind.DATA, IncidentKind.PREFLIGHT)
 # The incidents for which the guard ends a run.
 _OF_GUARD = (IncidentKind.SUSPECT, IncidentKind.EXCEPTION, IncidentKind.TIMEOUT)
 
@@ -26,8 +25,8 @@ def next_start(diagnosis: Diagnosis, *, is_refused: bool = False) -> NextStart |
         is_refused: Whether ranks refuse to start with them, if only their data or hosts were compared.
     """
     job = diagnosis.job
-    kind = job.incident.kind
-    if not (is_refused if kind in _COMPARES else kind in _OF_GUARD and cannot_go_on(diagnosis)):
+    is_ended = job.incident.kind in _OF_GUARD and cannot_go_on(diagnosis)
+    if not (is_refused if job.is_compared else is_ended):
         return None
     finding = _deciding(diagnosis)
     plan, hosts = (Plan.UNKNOWN, ()) if finding is None else _planned(diagnosis, finding)
@@ -51,9 +50,9 @@ def is_same(one: NextStart, other: NextStart) -> bool:
 
 def _deciding(diagnosis: Diagnosis) -> Finding | None:
     """The most probable finding; None if it is only possible, or an equally sure one has a different plan."""
-    kind = diagnosis.job.incident.kind
     # Warnings about hosts or data that were compared end no run.
-    found = [one for one in diagnosis.findings if kind not in _COMPARES or one.severity is Severity.ERROR]
+    is_compared = diagnosis.job.is_compared
+    found = [one for one in diagnosis.findings if not is_compared or one.severity is Severity.ERROR]
     first = next(iter(found), None)
     if first is None or first.confidence is Confidence.POSSIBLE:
         return None

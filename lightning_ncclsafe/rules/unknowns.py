@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 
-from lightning_ncclsafe.facts import IncidentKind, JobFacts, NotRecorded, UnrecordedGroup
+from lightning_ncclsafe.facts import JobFacts, NotRecorded, UnrecordedGroup
 from lightning_ncclsafe.rules.kit import (
     Timeline,
     capitalised,
@@ -76,10 +76,10 @@ def _calls_words(fewest: int, most: int) -> str:
 def unknowns(job: JobFacts) -> tuple[str, ...]:
     """What these facts do not show, one sentence each."""
     view = timeline(job)
-    if job.incident.kind in (IncidentKind.DATA, IncidentKind.PREFLIGHT):
+    if job.is_compared:
         # No rank waits yet, so no recorder is needed, and a rank that did not take part is a finding.
         return (*job.missing, *_missing(view))
-    if job.incident.kind is IncidentKind.RECORDED:
+    if job.is_recorded:
         return (*job.missing, *_of_recordings(job), *_device_state(view))
     return (
         *_silence(view),

@@ -8,8 +8,8 @@ from test_inspection import BARRIER, SITE, look, rank, user
 
 from lightning_ncclsafe.facts import Group, LoopEnd, Phase, Progress, TrainerFacts
 from lightning_ncclsafe.facts.findings import Confidence
+from lightning_ncclsafe.inspecting.diagnosing import diagnosis_of, wait_in_vain
 from lightning_ncclsafe.inspecting.facts_of_looks import SeenRank, job_facts
-from lightning_ncclsafe.inspecting.joining import diagnosis_of, wait_in_vain
 from lightning_ncclsafe.inspecting.looks import SeenFrame
 from lightning_ncclsafe.inspecting.rank_objects import RankObjects, TrainerCounters
 

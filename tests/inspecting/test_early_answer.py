@@ -9,8 +9,8 @@ from test_inspection import BARRIER, SeenRank, judged, look, rank, user, waiting
 from lightning_ncclsafe.cli import inspect as command
 from lightning_ncclsafe.cli import main
 from lightning_ncclsafe.facts.findings import Diagnosis
+from lightning_ncclsafe.inspecting.diagnosing import LONG_STEP_S
 from lightning_ncclsafe.inspecting.inspection import Inspection
-from lightning_ncclsafe.inspecting.joining import LONG_STEP_S
 
 
 def works(for_s: float, line: int = 30) -> SeenRank:

@@ -7,8 +7,8 @@ import pytest
 
 from lightning_ncclsafe.facts import Frame, ProcessFacts
 from lightning_ncclsafe.facts.findings import Confidence, Diagnosis
+from lightning_ncclsafe.inspecting.diagnosing import diagnosis_of
 from lightning_ncclsafe.inspecting.facts_of_looks import SeenRank, job_facts, shows_enough
-from lightning_ncclsafe.inspecting.joining import diagnosis_of
 from lightning_ncclsafe.inspecting.looks import Look, SeenFrame, SeenThread
 from lightning_ncclsafe.inspecting.objects import ReadException
 from lightning_ncclsafe.inspecting.rank_objects import RankObjects, errors_of, is_past_program

@@ -13,8 +13,8 @@ from test_inspection import SITE, look, rank, user
 
 from lightning_ncclsafe.facts import FileLockFacts, LockHolder
 from lightning_ncclsafe.facts.findings import Confidence
+from lightning_ncclsafe.inspecting.diagnosing import diagnosis_of
 from lightning_ncclsafe.inspecting.facts_of_looks import job_facts
-from lightning_ncclsafe.inspecting.joining import diagnosis_of
 from lightning_ncclsafe.inspecting.looks import SeenFrame
 from lightning_ncclsafe.probes.process.lock_waits import awaited_lock
 

@@ -9,9 +9,9 @@ import pytest
 from lightning_ncclsafe.cli import inspect as command
 from lightning_ncclsafe.cli import main
 from lightning_ncclsafe.facts import ProcessFacts
+from lightning_ncclsafe.inspecting.diagnosing import LONG_STEP_S, diagnosis_of
 from lightning_ncclsafe.inspecting.facts_of_looks import SeenRank, job_facts
 from lightning_ncclsafe.inspecting.inspection import Inspection
-from lightning_ncclsafe.inspecting.joining import LONG_STEP_S, diagnosis_of
 from lightning_ncclsafe.inspecting.looks import Look, SeenFrame, SeenThread
 from lightning_ncclsafe.inspecting.ranks import RankProcess
 

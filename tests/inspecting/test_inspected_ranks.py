@@ -10,8 +10,8 @@ import pytest
 from lightning_ncclsafe.facts import FileLockFacts, PressureFacts
 from lightning_ncclsafe.facts.findings import Confidence, Diagnosis
 from lightning_ncclsafe.inspecting import inspected_ranks, inspection, looks, objects
+from lightning_ncclsafe.inspecting.diagnosing import LONG_STEP_S
 from lightning_ncclsafe.inspecting.inspection import LOOKS, Inspection, inspect
-from lightning_ncclsafe.inspecting.joining import LONG_STEP_S
 from lightning_ncclsafe.inspecting.looks import SeenFrame, SeenThread, StackReader
 from lightning_ncclsafe.inspecting.ranks import SeenProcess
 

@@ -13,9 +13,9 @@ import pytest
 from lightning_ncclsafe.facts import Phase, ProcessFacts
 from lightning_ncclsafe.facts.findings import Confidence, Diagnosis, Finding
 from lightning_ncclsafe.inspecting import facts_of_looks, inspected_ranks, sources
+from lightning_ncclsafe.inspecting.diagnosing import LONG_STEP_S, diagnosis_of, joined, wait_in_vain
 from lightning_ncclsafe.inspecting.facts_of_looks import SeenRank, job_facts, shows_enough
 from lightning_ncclsafe.inspecting.inspected_ranks import seen_rank
-from lightning_ncclsafe.inspecting.joining import LONG_STEP_S, diagnosis_of, joined, wait_in_vain
 from lightning_ncclsafe.inspecting.looks import Look, SeenFrame, SeenThread, StackReader, denied_words, threads_in
 from lightning_ncclsafe.inspecting.ranks import RankProcess
 from lightning_ncclsafe.inspecting.sources import remember_sources

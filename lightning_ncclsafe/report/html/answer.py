@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from lightning_ncclsafe.facts import Frame, RankFacts
 from lightning_ncclsafe.facts.findings import Diagnosis, Finding
 from lightning_ncclsafe.facts.wording import capitalised, location_of, ranks_words
-from lightning_ncclsafe.report.ranks import hosts_words, is_compared, is_recorded, without_repeats
+from lightning_ncclsafe.report.ranks import hosts_words, without_repeats
 from lightning_ncclsafe.report.text import observed
 from lightning_ncclsafe.rules.common_paths import with_common_paths
 from lightning_ncclsafe.rules.kit.sentences import others_wait
@@ -84,7 +84,7 @@ def causes_of(diagnosis: Diagnosis, view: Timeline, place: Place, tables: Contai
             place=_short_place(finding.location),
             code=_code(seen, finding),
             decided_at=_short_place(finding.decided_at) if finding.decided_at != finding.location else "",
-            waits="" if is_compared(diagnosis.job) else _waits(view, finding),
+            waits="" if diagnosis.job.is_compared else _waits(view, finding),
             evidence=tuple(_observations(finding, place, tables)),
         )
         for finding, alike in without_repeats(diagnosis.findings)
@@ -114,7 +114,7 @@ def _waits(view: Timeline, finding: Finding) -> str:
 
     Empty for records: a log may not say in what a rank waits.
     """
-    if is_recorded(view.job):
+    if view.job.is_recorded:
         return ""
     words, ranks = others_wait(view, finding.ranks), view.waiting_besides(finding.ranks)
     return capitalised(ranks_words(ranks) if ranks and words in finding.summary else words)

@@ -24,8 +24,6 @@ from lightning_ncclsafe.report.json import plan_words
 from lightning_ncclsafe.report.lines import glued, moment_words, safe
 from lightning_ncclsafe.report.ranks import (
     RankStates,
-    is_compared,
-    is_recorded,
     named_ranks,
     recorded_table,
     short_path,
@@ -68,7 +66,7 @@ def _check(give_up: float) -> None:
 def _shown(diagnosis: Diagnosis) -> Iterator[tuple[str, Any]]:
     """The variables of the template, one by one."""
     job, view = diagnosis.job, Timeline(diagnosis.job)
-    hangs, alike = not is_compared(job), RankStates(view)
+    hangs, alike = not job.is_compared, RankStates(view)
     yield "incident", job.incident
     yield "began", moment_words(job.incident.opened_ns)
     yield "next_start", plan_words(start) if (start := next_start(diagnosis)) else ""
@@ -77,7 +75,7 @@ def _shown(diagnosis: Diagnosis) -> Iterator[tuple[str, Any]]:
     yield "nothing", "" if diagnosis.findings else nothing_found(diagnosis)
     yield "unanswered", diagnosis.unanswered
     yield "picture", picture(diagnosis, alike) if hangs else None
-    yield "recorded", list(recorded_table(job, named_ranks(diagnosis))) if is_recorded(job) else []
+    yield "recorded", list(recorded_table(job, named_ranks(diagnosis))) if job.is_recorded else []
     stacks = stacks_of(diagnosis) if hangs else None
     yield "stacks", stacks
     facts = raw_facts(diagnosis, alike, stacks.number_of if stacks else {})

@@ -10,7 +10,7 @@ from itertools import islice
 from lightning_ncclsafe.facts import RankFacts
 from lightning_ncclsafe.facts.findings import Diagnosis
 from lightning_ncclsafe.facts.wording import call_words, capitalised, duration_words, ranks_words, short_location
-from lightning_ncclsafe.report.ranks import RankStates, is_recorded
+from lightning_ncclsafe.report.ranks import RankStates
 from lightning_ncclsafe.rules.kit.activity import hook_words
 
 # The time shown before the stall, as a share of its length.
@@ -175,7 +175,7 @@ def picture(diagnosis: Diagnosis, alike: RankStates) -> Picture:
     # The lanes of ranks that a finding names, then small groups, then large ones.
     groups.sort(key=lambda ranks: (not named.intersection(ranks), len(ranks), ranks))
     shown = [view.facts[ranks[0]] for ranks in groups]
-    axis = Axis.of_record(shown) if is_recorded(view.job) else Axis.of(shown)
+    axis = Axis.of_record(shown) if view.job.is_recorded else Axis.of(shown)
     silent = list(_silent_lanes(alike, named))
     lanes = [_lane(alike, axis, ranks, bool(named.intersection(ranks))) for ranks in groups[:_MOST_LANES]]
     lanes = [*silent, *lanes] if any(lane.is_named for lane in silent) else [*lanes[:1], *silent, *lanes[1:]]
@@ -185,7 +185,7 @@ def picture(diagnosis: Diagnosis, alike: RankStates) -> Picture:
 def _lane(alike: RankStates, axis: Axis, ranks: tuple[int, ...], is_named: bool) -> Lane:
     view = alike.view
     facts, doing = view.facts[ranks[0]], view.activities[ranks[0]]
-    is_seen = not is_recorded(view.job)
+    is_seen = not view.job.is_recorded
     does = ", ".join(filter(None, [alike.state(ranks), alike.stall(ranks) if is_seen else ""]))
     where = ", ".join(filter(None, [doing.hook, alike.batch(ranks[0]), alike.hosts(ranks)])) if is_seen else ""
     frames = {frame for rank in ranks if (frame := alike.place(rank)) is not None}

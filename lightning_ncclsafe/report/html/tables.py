@@ -11,7 +11,6 @@ from lightning_ncclsafe.facts.findings import Diagnosis
 from lightning_ncclsafe.facts.wording import call_words, ranks_words
 from lightning_ncclsafe.report.html.facts import nothing_in, pairs, table_of
 from lightning_ncclsafe.report.lines import first_of
-from lightning_ncclsafe.report.ranks import is_compared
 from lightning_ncclsafe.report.tables.data import rank_numbers, table_rows
 from lightning_ncclsafe.report.tables.preflight import measured, steady
 from lightning_ncclsafe.rules.kit.data import JobData
@@ -53,7 +52,7 @@ def tables_of(diagnosis: Diagnosis, view: Timeline) -> Iterator[Table]:
         *_data(view),
         *_preflight(view),
         # Ranks that are compared before they train do not hang.
-        *([] if is_compared(diagnosis.job) else [_groups(view)]),
+        *([] if diagnosis.job.is_compared else [_groups(view)]),
         _compared("hosts", "Hosts and processes", view, named, lambda facts: facts.host_facts),
         _compared("machines", "Machines and GPUs", view, named, lambda facts: facts.machine),
         _listed("loaders", "Dataloaders", view, named, lambda facts: facts.loaders),

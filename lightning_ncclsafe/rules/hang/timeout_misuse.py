@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from lightning_ncclsafe.facts import IncidentKind, Limited, RankFacts, TimeoutLine
+from lightning_ncclsafe.facts import Limited, RankFacts, TimeoutLine
 from lightning_ncclsafe.rules.kit import (
     LISTED,
     Confidence,
@@ -82,7 +82,7 @@ def timeout_misuse(view: Timeline) -> Iterator[Finding]:
     Cannot see:
         Why the wait took that long; another finding covers that.
     """
-    if view.job.incident.kind is IncidentKind.RECORDED or view.job.incident.timeout_s <= 0:
+    if view.job.is_recorded or view.job.incident.timeout_s <= 0:
         return
     expired = {rank: found for rank, facts in sorted(view.facts.items()) if (found := _expired(facts)) is not None}
     usual = usual_timeouts_ms(view)

@@ -96,7 +96,7 @@ def finding(
 
 def unless_caught(view: Timeline, confidence: Confidence) -> Confidence:
     """The confidence in an exception: one that was read from a log may have been caught, so it is at most likely."""
-    return at_most_likely(confidence) if view.job.incident.kind is IncidentKind.RECORDED else confidence
+    return at_most_likely(confidence) if view.job.is_recorded else confidence
 
 
 def straggler_confidence(view: Timeline) -> Confidence:

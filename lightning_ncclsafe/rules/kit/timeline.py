@@ -11,7 +11,6 @@ from lightning_ncclsafe.facts import (
     ExceptionFacts,
     Frame,
     Group,
-    IncidentKind,
     JobFacts,
     ProcessFacts,
     RankFacts,
@@ -328,7 +327,7 @@ class Timeline(View):
         for rank in self.facts.keys() & group.enqueued.keys():
             # Later entries were called in a destroyed group whose name this one has taken over; but the counters of
             # dumps and logs may be incomplete.
-            last = math.inf if self.job.incident.kind is IncidentKind.RECORDED else group.enqueued[rank]
+            last = math.inf if self.job.is_recorded else group.enqueued[rank]
             for entry in self.facts[rank].collectives:
                 if first <= entry.seq <= last and entry.group == group.name and not entry.is_p2p:
                     calls[entry.seq][rank] = self.with_stack(entry)

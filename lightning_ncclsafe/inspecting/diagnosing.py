@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from lightning_ncclsafe.code.libraries import TRAINER_CALL
-from lightning_ncclsafe.facts import ENDED, IncidentKind, JobFacts, Phase, RankFacts
+from lightning_ncclsafe.facts import ENDED, JobFacts, Phase, RankFacts
 from lightning_ncclsafe.facts.findings import Confidence, Diagnosis, Finding
 from lightning_ncclsafe.rules.hang import HANG_RULES
 from lightning_ncclsafe.rules.judging import judge
@@ -84,7 +84,7 @@ def joined(jobs: Iterable[JobFacts]) -> list[JobFacts]:
     others: list[JobFacts] = []
     alike: dict[tuple[str, int], list[JobFacts]] = defaultdict(list)
     for job in jobs:
-        if job.incident.kind is IncidentKind.INSPECTED and job.launch:
+        if job.is_inspected and job.launch:
             alike[job.launch, job.world_size].append(job)
         else:
             others.append(job)
