@@ -49,13 +49,13 @@ def own_address(prefix: str) -> Address | None:
     return Address(host=store.host, port=store.port, prefix=_own_prefix(prefix))
 
 
-def connection_to(address: Address, *, timeout_s: float = 30.0) -> Any:
+def connection_to(address: Address) -> Any:
     """A connection of a process that has no process group.
 
     Raises:
         RuntimeError: If the store cannot be reached.
     """
-    store = c10d.TCPStore(address.host, address.port, None, False, timedelta(seconds=timeout_s))
+    store = c10d.TCPStore(address.host, address.port, None, False, timedelta(seconds=30))
     return dist.distributed_c10d.PrefixStore(address.prefix, store)
 
 

@@ -389,3 +389,6 @@ DEBUGGERS = (
     # PyCharm's debugger, which is not an installed package.
     | _in(Package(names=("pydevd",), folder="/"), "pydevd*")
 )
+
+SKIPPING_REFUSED = "Skipping the `training_step`"
+"""How Lightning's error begins where a step of a distributed training returns None."""

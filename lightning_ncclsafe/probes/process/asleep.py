@@ -35,8 +35,8 @@ class _Sleep(NamedTuple):
 class SleepWatch:
     """Compares looks at processes, which are taken when ranks are asked."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic, proc: Path = _PROC) -> None:
-        self._clock, self._proc = clock, proc
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._asleep: dict[int, _Sleep] = {}
 
     def asleep_s(self, pid: int) -> float | None:
@@ -62,7 +62,7 @@ class SleepWatch:
             self._asleep[pid] = before._replace(woken=woken)
 
     def _look(self, pid: int) -> _Woken | None:
-        folder = self._proc / str(pid) / "task"
+        folder = _PROC / str(pid) / "task"
         besides = {*own_threads(), *_housekeeping()} if pid == os.getpid() else set[int]()
         woken: _Woken = {}
         # The main thread first: mostly, it is the one that runs.

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from lightning_ncclsafe.facts import ExitCall
 from lightning_ncclsafe.probes.source import left_timers
 from lightning_ncclsafe.probes.source.scopes import user_modules
-from lightning_ncclsafe.probes.source.syntax import FUNCTIONS, file_of, parsed, source_text
+from lightning_ncclsafe.probes.source.syntax import FUNCTIONS, file_of, is_zero, name_of, parsed, source_text
 
 # The other ranks wait while one reads the source.
 _MOST_S = 1.0
@@ -204,27 +204,19 @@ def _exit_call(node: ast.AST, names: dict[str, str]) -> tuple[int | None, str, b
 def _signal_of_timer(called: str, node: ast.Call) -> str:
     """The signal that the process gets some time after this call; empty for others, and for one that cancels."""
     if called == "signal.alarm" and len(node.args) == 1:
-        return "" if _is_zero(node.args[0]) else "SIGALRM"
+        return "" if is_zero(node.args[0]) else "SIGALRM"
     if called == "signal.setitimer" and len(node.args) > 1:
-        return "" if _is_zero(node.args[1]) else _TIMERS.get(_last_name(node.args[0]), "")
+        return "" if is_zero(node.args[1]) else _TIMERS.get(name_of(node.args[0]), "")
     # The kernel sends it once the process has used up the first, soft limit.
-    return "SIGXCPU" if called == "resource.setrlimit" and _last_name(node.args[0]) == "RLIMIT_CPU" else ""
+    return "SIGXCPU" if called == "resource.setrlimit" and name_of(node.args[0]) == "RLIMIT_CPU" else ""
 
 
 def _signal_of_cancelled(called: str, node: ast.Call) -> str:
     """The signal of the timer that this call cancels; empty for others."""
     if called == "signal.alarm" and len(node.args) == 1:
-        return "SIGALRM" if _is_zero(node.args[0]) else ""
-    is_cancelled = called == "signal.setitimer" and len(node.args) > 1 and _is_zero(node.args[1])
-    return _TIMERS.get(_last_name(node.args[0]), "") if is_cancelled else ""
-
-
-def _last_name(node: ast.expr) -> str:
-    return getattr(node, "attr", "") or getattr(node, "id", "")
-
-
-def _is_zero(node: ast.expr) -> bool:
-    return isinstance(node, ast.Constant) and node.value == 0
+        return "SIGALRM" if is_zero(node.args[0]) else ""
+    is_cancelled = called == "signal.setitimer" and len(node.args) > 1 and is_zero(node.args[1])
+    return _TIMERS.get(name_of(node.args[0]), "") if is_cancelled else ""
 
 
 def _status(given: Iterable[ast.expr]) -> int | None:
@@ -243,5 +235,5 @@ def _signal(node: ast.expr) -> str:
     """``"SIGKILL"``; empty if it is no constant."""
     if isinstance(node, ast.Constant) and isinstance(node.value, int):
         return next((one.name for one in signal.Signals if one == node.value), "")
-    name = _last_name(node)
+    name = name_of(node)
     return name if name.startswith("SIG") else ""

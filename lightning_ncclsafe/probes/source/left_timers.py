@@ -14,6 +14,7 @@ from lightning_ncclsafe.probes.source.syntax import (
     TRY_STATEMENTS,
     Function,
     is_of_self,
+    is_zero,
     name_of,
     nodes_in,
     statements_in,
@@ -110,7 +111,7 @@ def _returns(
     helpers: TimerHelpers,
 ) -> Iterator[tuple[int, str]]:
     def may_cancel(call: ast.Call) -> bool:
-        is_set_to_0 = name_of(call.func) in helpers.setting and any(map(_is_zero, call.args))
+        is_set_to_0 = name_of(call.func) in helpers.setting and any(map(is_zero, call.args))
         return cancels(call) or name_of(call.func) in helpers.cancelling or is_set_to_0
 
     functions = [*_functions(tree)]
@@ -187,10 +188,6 @@ def _certain_calls_in(nodes: Iterable[ast.AST]) -> Iterator[ast.Call]:
             yield node
         if not isinstance(node, _NOT_CERTAIN):
             left += ast.iter_child_nodes(node)
-
-
-def _is_zero(value: ast.expr) -> bool:
-    return isinstance(value, ast.Constant) and value.value == 0
 
 
 class _Walk:

@@ -129,6 +129,11 @@ def is_constant(node: ast.expr, value: bool | None) -> bool:
     return isinstance(node, ast.Constant) and node.value is value
 
 
+def is_zero(node: ast.expr) -> bool:
+    """Whether it is 0 as a constant: ``0`` or ``0.0``."""
+    return isinstance(node, ast.Constant) and node.value == 0
+
+
 def first_line(statement: ast.stmt) -> int:
     """The first line of a statement, including decorators."""
     decorators: list[ast.expr] = getattr(statement, "decorator_list", [])

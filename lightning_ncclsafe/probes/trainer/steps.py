@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from lightning_ncclsafe._torch import process_groups
-from lightning_ncclsafe.code.libraries import GROUP_CREATION, ROOTED, SEND_OR_RECV
+from lightning_ncclsafe.code.libraries import GROUP_CREATION, ROOTED, SEND_OR_RECV, SKIPPING_REFUSED
 from lightning_ncclsafe.code.marks import Mark
 from lightning_ncclsafe.facts import ExceptionFacts, Frame, StepFacts, TimeoutLine
 from lightning_ncclsafe.probes.process.stacks import (
@@ -42,7 +42,6 @@ _MEMBERS = "global_ranks_in_group"
 # Functions of Lightning, DDP and FSDP2 that keep a backward pass from reducing gradients.
 _UNREDUCED = ("block_backward_sync", "no_backward_sync", "no_sync", "set_requires_gradient_sync")
 # Lightning's error for a skipped step with several ranks.
-_REFUSED = "Skipping the `training_step`"
 # Its errors for what is no loss.
 _NO_LOSS = re.compile(r"In automatic.optimization, .*`training_step`")
 
@@ -212,7 +211,7 @@ class StepRecord:
 
     def _skipped_until(self, pending: int, error: str) -> tuple[int, Batch]:
         """The number of batches without a backward pass, and the last of them; the current batch is still unknown."""
-        is_over = pending > 0 and (error.startswith(_REFUSED) or _batch_is_over(self._trainer))
+        is_over = pending > 0 and (error.startswith(SKIPPING_REFUSED) or _batch_is_over(self._trainer))
         more = max(pending - (not is_over), 0)
         if not more:
             return self._skipped, self._last_skipped

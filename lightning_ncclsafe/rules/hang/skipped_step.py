@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from lightning_ncclsafe.code.libraries import BACKWARD
+from lightning_ncclsafe.code.libraries import BACKWARD, SKIPPING_REFUSED
 from lightning_ncclsafe.facts import Collective, Phase, RankFacts, StepFacts, UnitKind
 from lightning_ncclsafe.rules.kit import (
     LISTED,
@@ -47,7 +47,6 @@ from lightning_ncclsafe.rules.kit import (
     while_others_wait,
 )
 
-_REFUSED = "Skipping the `training_step`"
 # Of a recorded call only the user's frames are known.
 _BACKWARD = re.compile(r"\b(?:manual_)?backward\(")
 _OTHERS = 3
@@ -92,7 +91,7 @@ def skipped_step(view: Timeline) -> Iterator[Finding]:
         A backward pass called as loss.backward() instead of self.manual_backward(loss); which of several return
         statements it was; that a context manager of another file has caught an exception.
     """
-    refused = tuple(rank for rank in view.raised if message_of(view.facts[rank]).startswith(_REFUSED))
+    refused = tuple(rank for rank in view.raised if message_of(view.facts[rank]).startswith(SKIPPING_REFUSED))
     if refused:
         # Which of several lines returned nothing is not recorded.
         steps = view.facts[refused[0]].steps
@@ -324,7 +323,7 @@ def _finding(view: Timeline, ranks: tuple[int, ...], confidence: Confidence) -> 
     batch = f"{steps.skipped} batches, the last one {batch}" if are_alike and steps.skipped_batch >= 0 else batch
     # A rank may also have raised because its connections broke later.
     error = facts.exception
-    refused = error is not None and error.message.startswith(_REFUSED)
+    refused = error is not None and error.message.startswith(SKIPPING_REFUSED)
     raised = f", which Lightning refuses with several ranks ({error.type})" if error is not None and refused else ""
     now = "" if error is not None else f"; {verb(ranks, 'it', 'they')} {_now_words(view, ranks)}"
     text = (
