@@ -41,7 +41,6 @@ _ROOTS = ("group_src", "group_dst")
 _MEMBERS = "global_ranks_in_group"
 # Functions of Lightning, DDP and FSDP2 that keep a backward pass from reducing gradients.
 _UNREDUCED = ("block_backward_sync", "no_backward_sync", "no_sync", "set_requires_gradient_sync")
-# Lightning's error for a skipped step with several ranks.
 # Its errors for what is no loss.
 _NO_LOSS = re.compile(r"In automatic.optimization, .*`training_step`")
 
