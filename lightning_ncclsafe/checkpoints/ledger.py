@@ -23,7 +23,7 @@ from lightning_ncclsafe.checkpoints.boundary import (
     small_states,
 )
 from lightning_ncclsafe.checkpoints.weights import WatchedParameter, WatchedWeights
-from lightning_ncclsafe.code.patching import WrappedMethod
+from lightning_ncclsafe.code.patching import Replacements
 from lightning_ncclsafe.report.terminal import say_own_failure
 
 _UNCOUNTED = "weights were changed, but by no step of self.optimizers(), which alone are counted"
@@ -57,7 +57,7 @@ class StepLedger:
         self._trainer = trainer
         self._make_event = make_event
         self._was_aborted = was_aborted
-        self._methods: list[WrappedMethod] = []
+        self._methods = Replacements()
         self._boundaries: deque[Boundary] = deque(maxlen=_MOST_AHEAD)
         self.counters = LoopCounters(trainer.fit_loop)
         self.weights = WatchedWeights(trainer.lightning_module, parts)
@@ -76,20 +76,16 @@ class StepLedger:
     def attach(self) -> None:
         """Wraps methods of Lightning's training loop."""
         fit = self._trainer.fit_loop
-        self._methods = [
-            WrappedMethod(fit.epoch_loop, "on_run_start", self._epoch_begins),
-            WrappedMethod(fit.epoch_loop, "update_lr_schedulers", self._schedulers_step),
-            WrappedMethod(fit.epoch_loop, "on_advance_end", self._batch_ends),
-            WrappedMethod(fit, "on_run_end", self._training_ends),
-        ]
+        self._methods.wrap(fit.epoch_loop, "on_run_start", self._epoch_begins)
+        self._methods.wrap(fit.epoch_loop, "update_lr_schedulers", self._schedulers_step)
+        self._methods.wrap(fit.epoch_loop, "on_advance_end", self._batch_ends)
+        self._methods.wrap(fit, "on_run_end", self._training_ends)
         if self._sees_closure:
-            closure = WrappedMethod(self._trainer.precision_plugin, "_after_closure", self._closure_ended)
-            self._methods.append(closure)
+            self._methods.wrap(self._trainer.precision_plugin, "_after_closure", self._closure_ended)
 
     def detach(self) -> None:
         """Restores Lightning's methods. What was recorded can still be read."""
-        while self._methods:
-            self._methods.pop().remove()
+        self._methods.undo()
 
     def step_begins(self) -> None:
         """Called before an optimizer's step, which may begin with the forward and the backward pass."""

@@ -9,7 +9,7 @@ import torch
 
 from lightning_ncclsafe.checkpoints.loader_position import UNUSABLE, LoaderPosition, loader_position
 from lightning_ncclsafe.checkpoints.position_file import PositionFile
-from lightning_ncclsafe.code.patching import WrappedMethod
+from lightning_ncclsafe.code.patching import Replacements
 from lightning_ncclsafe.probes.data.random_state import put_back, saved_states
 from lightning_ncclsafe.report.terminal import say_on_stderr
 
@@ -44,7 +44,7 @@ class DataPosition:
         self._trainer = trainer
         self._left_behind = left_behind
         self._say = say
-        self._methods: list[WrappedMethod] = []
+        self._methods = Replacements()
         self._loaders: list[LoaderPosition] = []
         """Empty if the position of any of them cannot be kept."""
         self._resumed: Mapping[str, Any] | None = None
@@ -57,20 +57,17 @@ class DataPosition:
     def attach(self) -> None:
         """Wraps the samplers of the training's loaders, each before it is read."""
         fit = self._trainer.fit_loop
-        self._methods = [
-            WrappedMethod(fit, "_load_combined_loader_states", self._loaders_are_there),
-            WrappedMethod(fit.epoch_loop, "on_run_start", self._epoch_begins),
-            WrappedMethod(fit.epoch_loop, "reset", self._reset),
-        ]
+        self._methods.wrap(fit, "_load_combined_loader_states", self._loaders_are_there)
+        self._methods.wrap(fit.epoch_loop, "on_run_start", self._epoch_begins)
+        self._methods.wrap(fit.epoch_loop, "reset", self._reset)
         if self._left_behind is not None:
             precision = self._trainer.precision_plugin
-            self._methods.append(WrappedMethod(precision, "pre_backward", self._backward_begins))
+            self._methods.wrap(precision, "pre_backward", self._backward_begins)
         _of_trainer[self._trainer] = self
 
     def detach(self) -> None:
         """Restores Lightning's methods and the samplers."""
-        while self._methods:
-            self._methods.pop().remove()
+        self._methods.undo()
         self._release()
         _of_trainer.pop(self._trainer, None)
 

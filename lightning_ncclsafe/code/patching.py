@@ -68,6 +68,33 @@ class WrappedMethod(ReplacedMethod):
         super().__init__(owner, name, partial(call, getattr(owner, name)))
 
 
+class Replacements:
+    """Methods that are replaced for a while, and restored together."""
+
+    def __init__(self) -> None:
+        self._replaced: list[ReplacedMethod] = []
+
+    def replace(self, owner: Any, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Replaces a method; returns the original.
+
+        Raises:
+            AttributeError: If the owner does not have it, or refuses to have it replaced.
+        """
+        replaced = ReplacedMethod(owner, name, call)
+        # Now, so that it is undone if the next one fails.
+        self._replaced.append(replaced)
+        return replaced.original
+
+    def wrap(self, owner: Any, name: str, call: Callable[..., Any]) -> None:
+        """Replaces a method by a function that is given the method as its first argument."""
+        self._replaced.append(WrappedMethod(owner, name, call))
+
+    def undo(self) -> None:
+        """Restores all methods, the last one first."""
+        while self._replaced:
+            self._replaced.pop().remove()
+
+
 class ReplacedClass:
     """Replaces methods of an object that Python looks up in its class, such as ``__iter__``, until :meth:`restore`.
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from lightning_ncclsafe._torch import process_groups, sent_together
 from lightning_ncclsafe.code.own_work import OwnWork
-from lightning_ncclsafe.code.patching import WrappedMethod
+from lightning_ncclsafe.code.patching import Replacements
 from lightning_ncclsafe.errors import CollectiveTimeoutError, DatasetMismatchError, HostPreflightError
 from lightning_ncclsafe.facts import VOTE_AHEAD_GROUP, VOTE_GROUP, VOTE_GROUPS, DataFacts, EpochEnd, LoaderFacts
 from lightning_ncclsafe.loaders.agreement import Agreement
@@ -149,7 +149,7 @@ class LoaderCollector:
         self._stage: Stage | None = None
         self._stages: dict[str, Stage] = {}
         """Those whose loaders are iterated for them, by name."""
-        self._methods: list[WrappedMethod] = []
+        self._methods = Replacements()
         self._replaced: list[tuple[str, ReplacedIteration]] = []
         """With their stages."""
         self._votes: dict[bool, process_groups.VoteGroup] = {}
@@ -162,14 +162,13 @@ class LoaderCollector:
         def attach() -> None:
             for loop in self._loops():
                 source = loop._data_source
-                self._methods.append(WrappedMethod(source, "dataloader", partial(self._request, source)))
+                self._methods.wrap(source, "dataloader", partial(self._request, source))
 
         self._safely(attach)
 
     def detach(self) -> None:
         """Restores everything."""
-        while self._methods:
-            self._methods.pop().remove()
+        self._methods.undo()
         while self._replaced:
             self._replaced.pop()[1].restore()
         self._stages.clear()

@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 
 from lightning_ncclsafe.code.marks import Mark, marked
-from lightning_ncclsafe.loggers.capture import Replacements, copied_call
+from lightning_ncclsafe.code.patching import Replacements
+from lightning_ncclsafe.loggers.capture import copied_call
 from lightning_ncclsafe.loggers.intake import LoggedCall, LoggedScalars
 from lightning_ncclsafe.loggers.ledger import Ledger
 from lightning_ncclsafe.loggers.offload import Backend

@@ -1,42 +1,17 @@
 """How the calls of a logger are captured: methods are replaced, and arguments copied."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
-from lightning_ncclsafe.code.patching import ReplacedMethod
 from lightning_ncclsafe.loggers.intake import LoggedCall
 
 # Values are never nested deeper, except for a list that holds itself.
 _DEEPEST = 20
 # About the memory of a number in a list.
 _ITEM_BYTES = 32
-
-
-class Replacements:
-    """Methods of a logger and of its experiment that are replaced for a while."""
-
-    def __init__(self) -> None:
-        self._replaced: list[ReplacedMethod] = []
-
-    def replace(self, owner: Any, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Replaces a method; returns the original.
-
-        Raises:
-            AttributeError: If the owner does not have it, or refuses to have it replaced.
-        """
-        replaced = ReplacedMethod(owner, name, call)
-        # Now, so that it is undone if the next one fails.
-        self._replaced.append(replaced)
-        return replaced.original
-
-    def undo(self) -> None:
-        """Restores all methods."""
-        while self._replaced:
-            self._replaced.pop().remove()
 
 
 def copied_call(

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from lightning_ncclsafe.code.marks import Mark, marked
-from lightning_ncclsafe.loggers.capture import Replacements
+from lightning_ncclsafe.code.patching import Replacements
 from lightning_ncclsafe.loggers.destinations import open_destination
 from lightning_ncclsafe.loggers.files import FilesSink
 from lightning_ncclsafe.loggers.intake import LoggedCall, LoggedScalars
