@@ -24,6 +24,7 @@ from builders import (
     SITE,
     TEARDOWN,
     TRAINING_STEP,
+    USER_FILE,
     Backend,
     job,
     process,
@@ -430,8 +431,7 @@ def test_of_ranks_that_outlive_an_aborted_one_that_reduced_with_them_the_keys_ar
     assert "Rank 0 was reducing a logged value when aborted, as gloo ended it" in finding.summary
 
 
-@pytest.mark.parametrize("test", ["if figures is not None:  (line 46)", ""])
-def test_a_rank_aborted_as_it_gathered_a_unit_that_others_left_out_shows_where_it_was_decided(test: str) -> None:
+def _aborted_in_tower(test: str, led_around: dict[str, tuple[str, ...]]) -> JobFacts:
     """As recorded: the model is split, and a modality is missing on one of two ranks."""
     gather = Frame(file=f"{SITE}/torch/distributed/fsdp/_fully_shard/_fsdp_state.py", line=9, function="_pre_forward")
     branches = (Branch(line=46, test=test, on=Decides.VALUE, until=48),) if test else ()
@@ -440,7 +440,24 @@ def test_a_rank_aborted_as_it_gathered_a_unit_that_others_left_out_shows_where_i
     gone = process(0, "gone", ended_by="SIGABRT", said=said, stack=(RUN, tower, gather, ALL_REDUCE))
     block = (RUN, user("forward", 50), gather, ALL_REDUCE)
     left = raised(GLOO.waiting(1, seq=61, world=2), "RuntimeError", "Connection closed", *block, consequence=True)
-    finding = first(job(left, world=2, witnessed=(gone,)))
+    left = replace(left, steps=replace(left.steps, led_around=led_around))
+    return job(left, world=2, witnessed=(gone,))
+
+
+@pytest.mark.parametrize(
+    ("line", "rule"), [(46, "skipped-step"), (45, "unused-parameters")], ids=["the same condition", "another one"]
+)
+def test_a_part_that_is_left_out_with_a_backward_pass_is_a_step(line: int, rule: str) -> None:
+    """Manual optimization: the condition decides about a forward pass and the backward pass behind it."""
+    around = {f"{USER_FILE}:48 in forward": (f"{USER_FILE}:{line} in forward",)}
+    finding = first(_aborted_in_tower("if accuracy > 0.6:  (line 46)", around))
+    assert (finding.rule, finding.ranks, finding.location) == (rule, (1,), f"{USER_FILE}:46 in forward")
+    assert ("The backward pass at train.py:48 in forward is left out with it." in finding.summary) is (line == 46)
+
+
+@pytest.mark.parametrize("test", ["if figures is not None:  (line 46)", ""])
+def test_a_rank_aborted_as_it_gathered_a_unit_that_others_left_out_shows_where_it_was_decided(test: str) -> None:
+    finding = first(_aborted_in_tower(test, {}))
     if test:
         assert (finding.rule, finding.ranks) == ("unused-parameters", (1,))
         assert finding.location.endswith("train.py:46 in forward")

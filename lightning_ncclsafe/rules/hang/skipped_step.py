@@ -13,6 +13,7 @@ from lightning_ncclsafe.rules.kit import (
     DifferentCounts,
     Evidence,
     Finding,
+    LeftOutUnit,
     Plan,
     Severity,
     Shift,
@@ -23,6 +24,7 @@ from lightning_ncclsafe.rules.kit import (
     clause,
     decision,
     different_counts,
+    ended_process_evidence,
     exception_evidence,
     exception_place,
     finding,
@@ -31,6 +33,7 @@ from lightning_ncclsafe.rules.kit import (
     is_in,
     is_in_action,
     joined,
+    left_out_unit,
     location_of,
     message_of,
     phase_evidence,
@@ -106,6 +109,8 @@ def skipped_step(view: Timeline) -> Iterator[Finding]:
             yield _counts_finding(view, other)
         elif other is None and (left_out := _pass_left_out(view)) is not None:
             yield _left_out_finding(view, left_out)
+        elif other is None and (unit := left_out_unit(view)) is not None and unit.passes:
+            yield _unit_left_out_finding(view, unit)
         elif other is None and (ahead := _in_a_later_batch(view)):
             yield _inspected_finding(view, ahead)
 
@@ -167,6 +172,20 @@ def _left_out_finding(view: Timeline, left_out: _PassLeftOut) -> Finding:
         location=location_of(first.frame) if is_around else deciding.decided_at,
         decided_at=deciding.condition_at,
         evidence=how_we_know(view, first.ranks),
+        remedy=_REMEDY_PASSES,
+    )
+
+
+def _unit_left_out_finding(view: Timeline, unit: LeftOutUnit) -> Finding:
+    passes = f"The backward pass at {short_place(unit.passes[0])} is left out with it."
+    return finding(
+        view,
+        unit.others,
+        joined((unit.words(view), passes)),
+        confidence=Confidence.LIKELY,
+        location=unit.deciding.decided_at,
+        decided_at=unit.deciding.condition_at,
+        evidence=(*ended_process_evidence(view, unit.ended), *how_we_know(view, unit.others)),
         remedy=_REMEDY_PASSES,
     )
 

@@ -19,7 +19,6 @@ from lightning_ncclsafe.rules.kit import (
     Timeline,
     aborted_by_gloo,
     alone_in_trainer,
-    at_words,
     batch_words,
     call_evidence,
     call_location,
@@ -30,14 +29,12 @@ from lightning_ncclsafe.rules.kit import (
     counted,
     culprits,
     decision,
-    deepest_user_frame,
     different_counts,
     ended_process_evidence,
     exception_evidence,
     finding,
     finished_ahead,
     gathering_alone,
-    gloo_abort_words,
     hang_rule,
     how_we_know,
     is_in,
@@ -54,7 +51,6 @@ from lightning_ncclsafe.rules.kit import (
     short_location,
     short_place,
     signature,
-    stack_of,
     unit_of,
     unit_words,
     verb,
@@ -118,7 +114,8 @@ def unused_parameters(view: Timeline) -> Iterator[Finding]:
         elif (split := _gathering_different_units(view)) is not None:
             yield _different_units(view, split)
         elif (unit := left_out_unit(view)) is not None:
-            yield _left_out(view, unit)
+            # With a backward pass, it is a step.
+            yield from () if unit.passes else (_left_out(view, unit),)
         elif (skipped := _skipped_unit(view)) is not None:
             yield _skipped(view, *skipped)
 
@@ -302,13 +299,9 @@ def _different_units(view: Timeline, split: Divergence) -> Finding:
 
 
 def _left_out(view: Timeline, unit: LeftOutUnit) -> Finding:
-    left_out = f"{clause(unit.others, 'has|have left out')} the part of the model at {short_location(unit.at)}"
-    gathered = f"{clause(unit.ended, 'was|were')} gathering its parameters when aborted"
-    at = at_words(deepest_user_frame(stack_of(view, unit.others[0])))
-    went_on = f"{verb(unit.others, 'was', 'were')} gathering another one{at}"
-    text = f"{left_out}, and {went_on}; {gathered}, {gloo_abort_words(view, unit.ended)}."
-    text = joined((text, unit.deciding.words()))
-    found = _finding(view, unit.others, text, Confidence.LIKELY, _REMEDY_FSDP, Severity.ERROR, is_backward=False)
+    found = _finding(
+        view, unit.others, unit.words(view), Confidence.LIKELY, _REMEDY_FSDP, Severity.ERROR, is_backward=False
+    )
     evidence = (*ended_process_evidence(view, unit.ended), *found.evidence)
     return replace(found, location=unit.deciding.decided_at, decided_at=unit.deciding.condition_at, evidence=evidence)
 

@@ -14,13 +14,16 @@ from lightning_ncclsafe.code.libraries import FORWARD, FSDP_FORWARD
 from lightning_ncclsafe.facts import Branch, Collective, Decides, Frame, ModelUnit, Phase, Progress, UnitKind
 from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding
 from lightning_ncclsafe.facts.wording import (
+    at_words,
     capitalised,
+    clause,
     condition_place,
     condition_words,
     joined,
     location_of,
     short_location,
     short_place,
+    verb,
 )
 from lightning_ncclsafe.rules.kit.caught_exceptions import continued_after_exception
 from lightning_ncclsafe.rules.kit.frames import (
@@ -32,7 +35,7 @@ from lightning_ncclsafe.rules.kit.frames import (
     outside_trainer,
     user_frames,
 )
-from lightning_ncclsafe.rules.kit.gloo_aborts import aborted_by_gloo
+from lightning_ncclsafe.rules.kit.gloo_aborts import aborted_by_gloo, gloo_abort_words
 from lightning_ncclsafe.rules.kit.purpose import unit_of
 from lightning_ncclsafe.rules.kit.rule import at_most_likely, once
 from lightning_ncclsafe.rules.kit.timeline import Timeline, signature, stack_of
@@ -357,12 +360,23 @@ class LeftOutUnit(NamedTuple):
         others: The ranks that were gathering another part.
         at: The line that runs the part.
         deciding: What may have led around that line.
+        passes: The lines of the backward passes of manual optimization around which the same may have led.
     """
 
     ended: tuple[int, ...]
     others: tuple[int, ...]
     at: Frame
     deciding: DecidingBranches
+    passes: tuple[str, ...]
+
+    def words(self, view: Timeline) -> str:
+        """Who has left it out, and what the others were doing; sentences."""
+        left_out = f"{clause(self.others, 'has|have left out')} the part of the model at {short_location(self.at)}"
+        gathered = f"{clause(self.ended, 'was|were')} gathering its parameters when aborted"
+        at = at_words(deepest_user_frame(stack_of(view, self.others[0])))
+        went_on = f"{verb(self.others, 'was', 'were')} gathering another one{at}"
+        text = f"{left_out}, and {went_on}; {gathered}, {gloo_abort_words(view, self.ended)}."
+        return joined((text, self.deciding.words()))
 
 
 @once
@@ -379,7 +393,11 @@ def left_out_unit(view: Timeline) -> LeftOutUnit | None:
         return None
     (frame,) = at
     deciding = decision(view, location_of(frame))
-    return LeftOutUnit(ended, others, frame, deciding) if deciding is not None and deciding.decided_at else None
+    if deciding is None or not deciding.decided_at:
+        return None
+    ways = (item for facts in view.facts.values() for item in facts.steps.led_around.items())
+    passes = dict.fromkeys(place for place, around in ways if deciding.decided_at in around)
+    return LeftOutUnit(ended, others, frame, deciding, (*passes,))
 
 
 class _Made(NamedTuple):
