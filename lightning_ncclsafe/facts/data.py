@@ -32,6 +32,21 @@ class SamplerFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RoundedArray:
+    """An array of floating-point numbers that are not all whole, as far as it is hashed.
+
+    Attributes:
+        bits: 32 or 64, for single or double precision.
+        samples: Up to 64 of its numbers, at places that depend on its size alone.
+        sums: The sum of the numbers' absolute values, and sums of the numbers with weights by their places.
+    """
+
+    bits: int
+    samples: tuple[float, ...]
+    sums: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RoundedValues:
     """What shows whether the values of two ranks are the same but for rounding, where their fingerprints differ.
 
@@ -39,13 +54,12 @@ class RoundedValues:
     Lightning gives those that it starts another number of threads than its own process has.
 
     Attributes:
-        rest: Hash of all that is no floating-point number, and of the shapes of arrays of these.
-        sums: For each dataset, the sum of the numbers' absolute values, and some sums of the numbers, each with weights
-            that depend on their positions.
+        rest: Hash of all else, and of the arrays' shapes.
+        arrays: The arrays, in the order of the datasets.
     """
 
     rest: str
-    sums: tuple[tuple[float, ...], ...]
+    arrays: tuple[RoundedArray, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,8 +96,8 @@ class LoaderFacts:
             copy elsewhere. Two ranks read the same if ``"indices"``, ``"batches"`` or ``"values"`` are equal, or
             ``"paths"`` between ranks of one host; never because of ``"files"``, ``"names"`` or ``"counts"``, which
             shards of different data may share.
-        rounded: By kind of fingerprint, what shows whether its values are those of another rank but for rounding; only
-            for kinds of data in memory with floating-point numbers.
+        rounded: What shows whether its ``"values"`` are those of another rank but for rounding; None if they have no
+            arrays of floating-point numbers.
         all_alike: Whether all its samples, in memory, are the same, as in synthetic data: then equal data on several
             ranks means nothing.
         problems: What could not be determined, one sentence each.
@@ -108,7 +122,7 @@ class LoaderFacts:
     sampler: SamplerFacts | None = None
     shards: int | None = None
     fingerprints: dict[str, str] = field(default_factory=dict)
-    rounded: dict[str, RoundedValues] = field(default_factory=dict)
+    rounded: RoundedValues | None = None
     all_alike: bool = False
     problems: tuple[str, ...] = ()
     read: int | None = None

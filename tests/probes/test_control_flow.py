@@ -261,18 +261,24 @@ def branches(source: str) -> list[str]:
             def on_validation_end(self, trainer, pl_module):
                 if trainer.sanity_checking or trainer.state.fn != "fit":
                     return
+                if self.trainer.testing and not batch_idx:
+                    return
                 if self.state.fn != "fit":
+                    return
+                if trainer.state.fn == self.mode:
+                    return
+                if self.testing:
                     return
                 gather(trainer)  # <-
             """,
-            ["3 return common", "5 return value"],
+            ["3 return common", "5 return common", "7 return value", "9 return value", "11 return value"],
             id="what the Trainer runs",
         ),
         pytest.param(
             """
             def gather(self, module):
                 for name, p in module.named_parameters():
-                    if "lora_" in name and not name.endswith("bias") and name != SKIPPED and isinstance(p, DTensor):
+                    if "lora_" in name and not name.endswith("bias") and name != "head" and isinstance(p, DTensor):
                         if p.ndim > 1 or p.dim() == 0:
                             kept[name] = p.full_tensor()  # <-
             """,
@@ -282,44 +288,98 @@ def branches(source: str) -> list[str]:
         pytest.param(
             """
             def gather(self, module):
-                for name, p in module.named_parameters():
-                    if p.requires_grad:
-                        if p > 0:
-                            if name in self.wanted:
-                                kept[name] = p.full_tensor()  # <-
+                for name, p in module.state_dict().items():
+                    kept[name] = p.full_tensor() if isinstance(p, DTensor) else p  # <-
             """,
-            ["2 passes", "3 value", "4 value", "5 value"],
-            id="what ranks may have set otherwise of a model's parameters",
+            ["2 passes", "3 common"],
+            id="classes of what is in a state dict",
         ),
         pytest.param(
             """
             def gather(self, module):
-                for p in module.state_dict().values():
-                    if p != 0:
-                        send(p.full_tensor())  # <-
+                for name, p in module.named_parameters():
+                    if p.requires_grad:
+                        if p > 0:
+                            if name in self.wanted:
+                                if name.startswith(self.prefix) or self.prefix.startswith(name):
+                                    if name == LAYER:
+                                        kept[name] = p.full_tensor()  # <-
             """,
-            ["2 passes", "3 value"],
-            id="a value is no name",
+            ["2 passes", "3 value", "4 value", "5 value", "6 value", "7 value"],
+            id="what ranks may have set otherwise",
         ),
         pytest.param(
             """
-            def gather(self, module, name, p):
-                for name, p in self.found.items():
-                    if "lora_" in name or isinstance(p, DTensor):
-                        kept[name] = p.full_tensor()  # <-
+            def reduce(self, model):
+                for p in model.parameters():
+                    p = p.grad
+                    if isinstance(p, torch.Tensor):
+                        all_reduce(p)  # <-
+            """,
+            ["2 passes", "4 value"],
+            id="a variable that is set anew",
+        ),
+        pytest.param(
+            """
+            def reduce(self, model):
+                for p in model.parameters():
+                    for p in p.found:
+                        if isinstance(p, torch.Tensor):
+                            all_reduce(p)  # <-
+            """,
+            ["2 passes", "3 passes", "4 value"],
+            id="a variable of two loops",
+        ),
+        pytest.param(
+            """
+            def reduce(self, model):
+                for g in [p.grad for p in model.parameters()]:
+                    if isinstance(g, torch.Tensor):
+                        all_reduce(g)  # <-
             """,
             ["2 passes", "3 value"],
-            id="names of anything else",
+            id="what a comprehension makes of the parameters",
+        ),
+        pytest.param(
+            """
+            def reduce(self, model, loss):
+                for g in torch.autograd.grad(loss, model.parameters(), allow_unused=True):
+                    if isinstance(g, torch.Tensor):
+                        all_reduce(g)  # <-
+            """,
+            ["2 passes", "3 value"],
+            id="what a call makes of the parameters",
+        ),
+        pytest.param(
+            """
+            def reduce(self, model, batch):
+                for key, p in zip(batch, model.parameters()):
+                    if key == "aux":
+                        all_reduce(p)  # <-
+            """,
+            ["2 passes", "3 value"],
+            id="parameters beside a batch",
         ),
         pytest.param(
             """
             def gather(self, module, name):
-                kept = {one: p for one, p in module.named_parameters()}
+                for name, p in module.named_parameters():
+                    pass
                 if "lora_" in name:
-                    send(kept[name].full_tensor())  # <-
+                    send(p.full_tensor())  # <-
             """,
-            ["3 value"],
+            ["4 value"],
             id="a name outside of the loop",
+        ),
+        pytest.param(
+            """
+            def stop(self):
+                for one in psutil.Process().children():
+                    if isinstance(one, Worker):
+                        all_reduce(one)  # <-
+            """,
+            ["2 passes", "3 value"],
+            id="parts of anything else",
         ),
         pytest.param(
             """

@@ -417,7 +417,7 @@ class TestItems:
             raise OSError("no such\nfile")
 
         made = fingerprints(Items(fails), content="full")
-        assert made == ({}, ("Reading samples for a fingerprint raised OSError: no such file",), {})
+        assert made == ({}, ("Reading samples for a fingerprint raised OSError: no such file",), None)
 
     def test_a_slow_dataset_is_given_up(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "_DEADLINE_S", 0.05)
@@ -503,7 +503,7 @@ class TestHuggingFace:
 
 
 def test_content_off_reads_nothing() -> None:
-    assert fingerprints(Subset(TensorDataset(torch.zeros(3)), [1]), content="off", batches=[1]) == ({}, (), {})
+    assert fingerprints(Subset(TensorDataset(torch.zeros(3)), [1]), content="off", batches=[1]) == ({}, (), None)
 
 
 def test_a_dataset_that_always_raises_is_not_an_error() -> None:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,28 +11,38 @@ import torch
 from torch.utils.data import ConcatDataset, TensorDataset
 
 from lightning_ncclsafe.facts import DataFacts, LoaderFacts, SamplerFacts
+from lightning_ncclsafe.facts.codec import decode, encode
 from lightning_ncclsafe.probes.data.fingerprints import fingerprints
 from lightning_ncclsafe.rules.kit import JobLoader
 
-X = torch.randn(6_000, 8, generator=torch.Generator().manual_seed(0)) * 3 + 5
-LARGE = torch.randn(80_000, 8, generator=torch.Generator().manual_seed(1))
-LABELS = torch.arange(6_000) % 10
+
+def drawn(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+X = drawn(0, 6_000, 8) * 3 + 5
+LARGE = drawn(1, 80_000, 8)
 # Two chunks of sums.
-LONG = torch.randn(2 * 65_536, generator=torch.Generator().manual_seed(2))
+LONG = drawn(2, 2 * 65_536)
+IMAGES = drawn(3, 1_000, 64).abs() * 255
+LABELS = torch.arange(6_000) % 10
+LAST_BIT = 1 + 2e-7
 
 
 def _facts(dataset: Any, content: str) -> DataFacts:
     prints = fingerprints(dataset, content=content)
+    assert not prints.problems
     loader = LoaderFacts(
         sampler=SamplerFacts(name="DistributedSampler", replicas=2), fingerprints=prints.found, rounded=prints.rounded
     )
+    assert decode(LoaderFacts, encode(loader)) == loader
     return DataFacts(stage="train_dataloader", loaders=(loader,))
 
 
 def are_alike(one: Any, other: Any, content: str = "sample") -> bool:
     loader = JobLoader(0, {0: _facts(one, content), 1: _facts(other, content)})
     (kind,) = set(loader.kinds) & {"values", "names"}
-    return not loader.by(lambda facts: facts.fingerprints[kind]).differ
+    return len({*loader.prints(kind).values()}) == 1
 
 
 def normalised(x: torch.Tensor, mean: torch.Tensor) -> TensorDataset:
@@ -48,24 +59,23 @@ def test_sums_in_another_order_make_no_other_data(content: str) -> None:
 
 
 def _less_exact(x: torch.Tensor) -> torch.Tensor:
-    """Half of it as by functions of lower accuracy, which errs by 1 in 5,000 either way."""
-    noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(3)) * 2e-4
-    return torch.where(torch.arange(len(x))[:, None] < len(x) // 2, x, x + noise)
+    """Half of it as by functions of lower accuracy, which err by 1 in 5,000 either way."""
+    return torch.where(torch.arange(len(x))[:, None] < len(x) // 2, x, x + drawn(4, *x.shape) * 2e-4)
 
 
 ROUNDED: dict[str, tuple[Any, Any]] = {
-    "the last bit": (X, X * (1 + 2e-7)),
-    "a large tensor": (LARGE, LARGE * (1 + 2e-7)),
-    "several chunks": (LONG, LONG * (1 + 2e-7)),
+    "the last bit": (X, X * LAST_BIT),
+    "a large tensor": (LARGE, LARGE * LAST_BIT),
+    "several chunks": (LONG, LONG * LAST_BIT),
     "lower accuracy": (X, _less_exact(X)),
-    "labels beside": (TensorDataset(X, LABELS), TensorDataset(X * (1 + 2e-7), LABELS)),
-    "two datasets": (ConcatDataset([[1.0, 2.0], X]), ConcatDataset([[1.0, 2.0], X * (1 + 2e-7)])),
+    "double precision": (X.double() / 3, X.double() * (1 / 3)),
+    "few numbers": (torch.tensor([0.1, 0.2, 0.3]), torch.tensor([0.1, 0.2, 0.3]) * LAST_BIT),
+    "labels beside": (TensorDataset(X, LABELS), TensorDataset(X * LAST_BIT, LABELS)),
+    "two datasets": (ConcatDataset([[1.0, 2.0], X]), ConcatDataset([[1.0, 2.0], X * LAST_BIT])),
     "numpy": (X.numpy(), np.nextafter(X.numpy(), np.float32(9))),
-    "Python's numbers": ([(0.1 + 0.2, 1)], [(0.3, 1)]),
-    "names of files beside": ([("/data/a.png", 0.1 + 0.2)], [("/data/a.png", 0.3)]),
-    "bfloat16": (X.bfloat16(), torch.where(torch.arange(6_000)[:, None] == 7, X * 1.005, X).bfloat16()),
-    "a negative zero": ([0.0, 1.0], [-0.0, 1.0]),
-    "missing values": ([math.nan, 0.1 + 0.2], [math.nan, 0.3]),
+    "an offset": (X + 1_000, (X + 1_000) * LAST_BIT),
+    "not side by side": (X.T, X.T * LAST_BIT),
+    "with a gradient": (X.clone().requires_grad_(), X * LAST_BIT),
 }
 
 
@@ -84,55 +94,103 @@ def _changed(x: torch.Tensor, change: Callable[[torch.Tensor], object]) -> torch
     return changed
 
 
+def _mixed(x: torch.Tensor) -> torch.Tensor:
+    return x[torch.randperm(len(x), generator=torch.Generator().manual_seed(5))]
+
+
+def _with_time(x: torch.Tensor) -> torch.Tensor:
+    return torch.cat([1.7e9 + 60.5 * torch.arange(len(x))[:, None], x.double()], 1)
+
+
+def _turned(x: torch.Tensor, one: int, other: int, count: int = 500) -> torch.Tensor:
+    """The same numbers, some of which have changed places; none of these is among the samples."""
+    turned = x.clone()
+    turned[one : one + count], turned[other : other + count] = x[other : other + count], x[one : one + count]
+    return turned
+
+
+WHOLE = torch.arange(4_000.0)
+HIGH = torch.finfo(torch.float64).max
+
 OTHER: dict[str, tuple[Any, Any]] = {
-    "another seed": (LARGE[:6_000], torch.randn(6_000, 8, generator=torch.Generator().manual_seed(4))),
+    "another seed": (X, drawn(6, 6_000, 8) * 3 + 5),
     "another order": (X, X.flip(0)),
+    "another order around zero": (LONG[:100], _mixed(LONG[:100])),
     "two rows in another order": (X[:64], X[[1, 0, *range(2, 64)]]),
     "chunks in another order": (LONG, LONG.roll(65_536)),
+    "some in another order": (LONG[:60_000], _turned(LONG[:60_000], 10_000, 31_000)),
+    "some of two chunks": (LONG, _turned(LONG, 1_000, 1_000 + 65_536)),
+    "little, in double precision": (X.double() / 3, X.double() / 3 * (1 + 1e-6)),
+    "another dataset beside": (ConcatDataset([[1.0, 2.0], X]), ConcatDataset([[1.5, 2.0], X * LAST_BIT])),
     "one row of many": (X, _changed(X, lambda x: x[10].neg_())),
     "another scale": (X, X * 1.001),
-    "an offset": (X - X.mean(), X - X.mean() + 0.001),
+    "another sign": (torch.tensor([5.5, 1.0, 1.0]), torch.tensor([-5.5, 1.0, 1.0])),
+    "an offset": (X - X.mean(), X - X.mean() + 0.01),
+    "around an offset": (drawn(7, 100_000) + 1_000, drawn(8, 100_000) + 1_000),
+    "another order around an offset": (drawn(7, 9_000) + 1_000, _mixed(drawn(7, 9_000) + 1_000)),
+    "beside the time": (_with_time(X[:2_000]), _with_time(X[2_000:4_000])),
+    "another time": (1.7e9 + 60.5 * torch.arange(4_000).double(), 1.7e9 + 60.5 * torch.arange(4_000, 8_000).double()),
+    "numbers beside images": (
+        TensorDataset(IMAGES, drawn(9, 1_000) * 0.01),
+        TensorDataset(IMAGES, _mixed(drawn(9, 1_000) * 0.01)),
+    ),
+    "whole numbers beside images": (
+        TensorDataset(IMAGES, LABELS[:1_000].float()),
+        TensorDataset(IMAGES, _mixed(LABELS[:1_000].float())),
+    ),
+    "whole numbers": (WHOLE, _changed(WHOLE, lambda x: x[7].add_(1))),
     "another label": (TensorDataset(X, LABELS), TensorDataset(X, _changed(LABELS, lambda one: one[3].add_(1)))),
     "another shape": (X, X.reshape(3_000, 16)),
     "another type": (X, X.double()),
     "datasets in another order": (ConcatDataset([X, X * 2]), ConcatDataset([X * 2, X])),
-    "another missing value": ([math.nan, 0.0, 1.0], [0.0, math.nan, 1.0]),
-    "another infinite value": ([math.inf, 1.0], [-math.inf, 1.0]),
-    "missing values of a tensor": (
-        _changed(X, lambda x: x[0, 0].fill_(math.nan)),
-        _changed(X, lambda x: x[0, 0].zero_()),
-    ),
-    "infinite values of a tensor": (
+    "a list": ([0.1 + 0.2], [0.3]),
+    "a list of numpy's numbers": (list(X[:, 0].numpy()), list(_mixed(X[:, 0]).numpy())),
+    "arrays in rows": ([(x, 0.5) for x in X[:9]], [(x * LAST_BIT, 0.5) for x in X[:9]]),
+    "half precision": (X.half(), (X * 1.01).half()),
+    "missing values": (_changed(X, lambda x: x[0, 0].fill_(math.nan)), _changed(X, lambda x: x[0, 0].zero_())),
+    "infinite values": (
         _changed(X, lambda x: x[0, 0].fill_(math.inf)),
         _changed(X, lambda x: x[0, 0].fill_(-math.inf)),
     ),
-    "names of files": ([("/data/a.png", 0.5)], [("/data/b.png", 0.5)]),
-    "whole numbers": (LABELS[:, None] + 0, LABELS[:, None].flip(0)),
-    "complex numbers": (torch.complex(X, X), torch.complex(X, X * (1 + 2e-7))),
+    "sums that have no end": (
+        torch.tensor([HIGH, HIGH, 1.5], dtype=torch.float64),
+        torch.tensor([0.5, 1.5, 2.5], dtype=torch.float64),
+    ),
+    "complex numbers": (torch.complex(X, X), torch.complex(X, X * LAST_BIT)),
 }
 
 
 @pytest.mark.parametrize("case", OTHER)
+@pytest.mark.filterwarnings("error")
 def test_other_data_is_other_data(case: str) -> None:
     assert not are_alike(*OTHER[case])
 
 
+@pytest.mark.parametrize("rows", [torch.zeros(0, 3), torch.tensor(1.5), np.zeros((0,)), np.array(["a"])])
+def test_nothing_is_added_up_of_what_has_no_rows_or_no_numbers(rows: Any) -> None:
+    assert fingerprints(TensorDataset(torch.ones(3), torch.ones(3)), content="sample").rounded is None
+    made = fingerprints(rows, content="sample")
+    assert (made.rounded, made.problems) == (None, ())
+
+
+def _loader(*datasets: Any) -> JobLoader:
+    return JobLoader(0, {rank: _facts(one, "sample") for rank, one in enumerate(datasets)})
+
+
 def test_ranks_that_round_alike_are_one_group_whatever_their_order() -> None:
-    found = [_facts(one, "sample") for one in (X, X.flip(0), X * (1 + 2e-7), X.flip(0) * (1 + 2e-7))]
-    loader = JobLoader(0, dict(enumerate(found)))
-    parts = loader.by(lambda facts: facts.fingerprints["values"]).parts
-    assert [ranks for _, ranks in parts] == [(0, 2), (1, 3)]
+    prints = _loader(X, X.flip(0), X * LAST_BIT, X.flip(0) * LAST_BIT).prints("values")
+    assert prints[0] == prints[2] != prints[1] == prints[3]
+
+
+def test_of_many_shards_those_are_compared_that_have_the_same_shape() -> None:
+    shards = [X[: 100 + number] for number in range(12)]
+    prints = _loader(*shards, *(shard * LAST_BIT for shard in shards)).prints("values")
+    assert all(prints[rank] == prints[rank + 12] for rank in range(12))
+    assert len({*prints.values()}) == 12
 
 
 def test_what_was_read_with_older_versions_is_compared_exactly() -> None:
-    old = [LoaderFacts(fingerprints={"values": one}) for one in ("a", "b")]
-    loader = JobLoader(0, {rank: DataFacts(stage="train_dataloader", loaders=(one,)) for rank, one in enumerate(old)})
-    assert loader.by(lambda facts: facts.fingerprints["values"]).differ
-
-
-def test_batches_are_hashed_without_sums(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lightning_ncclsafe.probes.data import plain_values
-    from lightning_ncclsafe.probes.data.fingerprints import digest_of_batch
-
-    monkeypatch.setattr(plain_values, "_add_array", None)
-    assert digest_of_batch(X[:4]) != digest_of_batch(X[4:8])
+    facts = {rank: _facts(one, "sample") for rank, one in enumerate((X, X * LAST_BIT))}
+    old = replace(facts[1], loaders=(replace(facts[1].loaders[0], rounded=None),))
+    for other, count in ((facts[1], 1), (old, 2)):
+        assert len({*JobLoader(0, {0: facts[0], 1: other}).prints("values").values()}) == count

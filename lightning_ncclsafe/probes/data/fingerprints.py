@@ -4,12 +4,11 @@ import copy
 import itertools
 import os
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import PurePath
 from typing import Any, NamedTuple
 
-from lightning_ncclsafe.facts import RoundedValues
+from lightning_ncclsafe.facts import RoundedArray, RoundedValues
 from lightning_ncclsafe.probes.data.plain_values import (
     FULL,
     SAMPLE,
@@ -29,6 +28,7 @@ from lightning_ncclsafe.probes.data.plain_values import (
 )
 from lightning_ncclsafe.probes.data.random_state import random_states_kept, seed_all
 from lightning_ncclsafe.probes.data.reading import Reader, hugging_face, is_iterable, nested_datasets, plain_attribute
+from lightning_ncclsafe.probes.data.rounded_values import rounded_array
 
 _FILE_LISTS = ("samples", "imgs", "files", "urls", "paths", "filenames", "image_files")
 # Hashing a name takes as long as hashing this many numbers. Up to 4,096 names are all hashed.
@@ -54,7 +54,7 @@ class Fingerprints(NamedTuple):
 
     found: dict[str, str]
     problems: tuple[str, ...]
-    rounded: dict[str, RoundedValues]
+    rounded: RoundedValues | None = None
 
 
 def fingerprints(dataset: Any, *, content: str, batches: Any = None, items: bool = True) -> Fingerprints:
@@ -68,7 +68,7 @@ def fingerprints(dataset: Any, *, content: str, batches: Any = None, items: bool
         items: Whether ``content="full"`` may index the dataset.
     """
     if content == "off":
-        return Fingerprints({}, (), {})
+        return Fingerprints({}, ())
     reader = Reader()
     datasets = reader.attempt("Reading the dataset", lambda: nested_datasets(dataset)) or []
     kinds: dict[str, Callable[[], str | None]] = {
@@ -78,12 +78,13 @@ def fingerprints(dataset: Any, *, content: str, batches: Any = None, items: bool
         "batches": lambda: None if batches is None else digest(batches_as_bytes(batches, content)),
     }
     found = {kind: reader.attempt(f'The fingerprint "{kind}"', make) for kind, make in kinds.items()}
-    values, rounded = reader.attempt('The fingerprint "values"', lambda: values_digests(datasets, content)) or ({}, {})
-    found |= values
+    hashed = reader.attempt('The fingerprint "values"', lambda: _hashed_values(datasets, content)) or []
+    kinds_of_values = dict.fromkeys(one.kind for one in hashed)
+    found |= {kind: digest(*(one.digest for one in hashed if one.kind == kind)) for kind in kinds_of_values}
+    rounded = reader.attempt("Adding up the values", lambda: _rounded_values(hashed))
     if content == "full" and items:
         found |= reader.attempt(_READING, lambda: _items(dataset, reader)) or {}
-    prints = {kind: text for kind, text in found.items() if text}
-    return Fingerprints(prints, tuple(reader.problems), rounded)
+    return Fingerprints({kind: text for kind, text in found.items() if text}, tuple(reader.problems), rounded)
 
 
 def digest_of_batch(batch: Any) -> int:
@@ -195,26 +196,42 @@ def _items(dataset: Any, reader: Reader) -> dict[str, str]:
         return {}
 
 
-def values_digests(datasets: list[Any], content: str) -> tuple[dict[str, str], dict[str, RoundedValues]]:
-    """One hash by kind, ``"values"``, ``"names"`` or ``"counts"``, of those datasets with accessible values.
+class _Hashed(NamedTuple):
+    """A dataset with accessible values, how much of it is hashed, and of which kind that is."""
 
-    And, for those with floating-point numbers, what shows whether ranks have only rounded them differently.
-    """
+    dataset: Any
+    limits: HashLimits
+    kind: str
+    digest: bytes
+
+
+def _hashed_values(datasets: list[Any], content: str) -> list[_Hashed]:
     known = [dataset for dataset in datasets if _is_known(dataset)]
     limits = (FULL if content == "full" else SAMPLE).shared(max(1, len(known)))
-    hashed: dict[str, list[ValueDigest]] = defaultdict(list)
-    for dataset in known:
-        kind, found = _digest(dataset, limits)
-        hashed[kind] += [found] if found is not None else []
-    prints = {kind: digest(*(one.hexdigest().encode() for one in parts)) for kind, parts in hashed.items() if parts}
-    rounded = {
-        kind: RoundedValues(
-            rest=digest(*(one.rest().encode() for one in hashed[kind])),
-            sums=tuple(one.float_sums() for one in hashed[kind]),
-        )
-        for kind in prints
-    }
-    return prints, {kind: found for kind, found in rounded.items() if any(found.sums)}
+    found = (_Hashed(dataset, limits, *_digest(dataset, limits)) for dataset in known)
+    return [one for one in found if one.digest]
+
+
+def _rounded_values(hashed: list[_Hashed]) -> RoundedValues | None:
+    """The arrays of floating-point numbers among the values, each on its own; None if there are none."""
+    arrays: list[RoundedArray] = []
+    rest: list[bytes] = []
+    for one in hashed:
+        parts = () if one.kind != "values" or _is_table(one.dataset) else _parts(one.dataset)
+        rounded = [rounded_array(part, one.limits) for part in parts]
+        arrays += [array for array in rounded if array is not None]
+        if not any(rounded):
+            rest += [one.digest] if one.kind == "values" else []
+            continue
+        exact = zip(parts, rounded, strict=True)
+        rest += [_hash_of(part, one.limits) if array is None else kind_of(part).encode() for part, array in exact]
+    return RoundedValues(rest=digest(*rest), arrays=tuple(arrays)) if arrays else None
+
+
+def _hash_of(part: Any, limits: HashLimits) -> bytes:
+    hashed = ValueDigest(limits)
+    hashed.rows(part)
+    return hashed.hexdigest().encode()
 
 
 def all_alike(datasets: list[Any]) -> bool:
@@ -231,20 +248,20 @@ def _is_known(dataset: Any) -> bool:
     return type(dataset) in (list, tuple, range) or is_array(dataset) or bool(_tensors(dataset)) or _is_table(dataset)
 
 
-def _digest(dataset: Any, limits: HashLimits) -> tuple[str, ValueDigest | None]:
+def _digest(dataset: Any, limits: HashLimits) -> tuple[str, bytes]:
     """The kind and the hash of one dataset; no hash if it has values of unknown types."""
-    hashed, parts = ValueDigest(limits, sums=True), _parts(dataset)
+    hashed, parts = ValueDigest(limits), _parts(dataset)
     try:
         if _is_table(dataset):
             _take_table(hashed, dataset, max(2, _TABLE_ROWS * limits.rows // SAMPLE.rows))
         for rows in () if _is_table(dataset) else parts:
             hashed.rows(rows)
     except UnknownValueError:
-        return "", None
+        return "", b""
     # One list of numbers may just count steps.
     is_count = len(parts) == 1 and is_counter(parts[0], dimensions=1)
     kind = "counts" if is_count else "names" if hashed.names_files else "values"
-    return kind, hashed
+    return kind, hashed.hexdigest().encode()
 
 
 def _is_uniform(rows: Any) -> bool:

@@ -10,11 +10,9 @@ import math
 import random
 import sys
 from array import array
-from functools import lru_cache
 from pathlib import PurePath
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 WHOLE = 65_536
@@ -125,60 +123,6 @@ SAMPLE = HashLimits(rows=1_024, element_bytes=1 << 20, total_bytes=2 << 20)
 FULL = HashLimits(rows=65_536, element_bytes=1 << 30, total_bytes=1 << 28)
 
 
-_CHUNK = 65_536
-_NUMPY_FLOATS = (torch.float16, torch.float32, torch.float64)
-
-
-@lru_cache(maxsize=1)
-def _weights() -> Any:
-    """Four weights for each place in a chunk: the same numbers in another order have other weighted sums."""
-    places = np.arange(_CHUNK, dtype=np.float64)
-    return np.stack([places * math.sqrt(prime) % 1 for prime in (2, 3, 5, 7)])
-
-
-class _FloatSums:
-    """Sums of floating-point numbers with weights by their positions: rounding hardly changes them."""
-
-    def __init__(self) -> None:
-        self._chunks = 0
-        self._single: list[float] = []
-        self._sums = np.zeros(1 + len(_weights()))
-
-    def add_one(self, number: float) -> bytes:
-        """Adds a number; returns which one it is if it is not finite, and nothing otherwise."""
-        self._single.append(number if math.isfinite(number) else 0.0)
-        if len(self._single) == _CHUNK:
-            self._add_single()
-        return b"" if math.isfinite(number) else repr(number).encode()
-
-    def add(self, numbers: Any) -> bytes:
-        """Adds a chunk, as an array; returns where it has what is not finite, and nothing if it has none."""
-        self._add_single()
-        numbers = np.asarray(numbers, dtype=np.float64)
-        if np.isfinite(numbers).all():
-            self._add(numbers)
-            return b""
-        kinds = np.isnan(numbers) + 2 * np.isposinf(numbers) + 4 * np.isneginf(numbers)
-        self._add(np.where(kinds, 0.0, numbers))
-        return bytes(kinds.astype(np.int8).tobytes())
-
-    def sums(self) -> tuple[float, ...]:
-        """The sum of absolute values, and the weighted sums; empty if there were no numbers."""
-        self._add_single()
-        return tuple(self._sums.tolist()) if self._chunks else ()
-
-    def _add_single(self) -> None:
-        if self._single:
-            self._add(np.array(self._single))
-            self._single.clear()
-
-    def _add(self, chunk: Any) -> None:
-        weighted = _weights()[:, : len(chunk)] @ chunk
-        # Equal chunks may change places, too.
-        self._sums += (np.sum(np.abs(chunk)), *(weighted * (0.5 + self._chunks * math.sqrt(11) % 1)))
-        self._chunks += 1
-
-
 class ValueDigest:
     """Hashes values one after another.
 
@@ -187,15 +131,12 @@ class ValueDigest:
 
     Args:
         whole_paths: Whether the whole path of a file counts, and not only its base name.
-        sums: Whether floating-point numbers are added up, too; it takes several times as long as hashing them.
     """
 
-    def __init__(self, limits: HashLimits, *, whole_paths: bool = False, sums: bool = False) -> None:
+    def __init__(self, limits: HashLimits, *, whole_paths: bool = False) -> None:
         self._whole_paths = whole_paths
         self.names_files = False
         self._hash = hashlib.blake2b(digest_size=8)
-        self._rest = hashlib.blake2b(digest_size=8)
-        self._floats = _FloatSums() if sums else None
         self._limits = limits
         self._taken = 0
         self._enough = limits.total_bytes
@@ -203,14 +144,6 @@ class ValueDigest:
     def hexdigest(self) -> str:
         """The hash of all values so far."""
         return self._hash.hexdigest()
-
-    def rest(self) -> str:
-        """The hash of all values so far but for floating-point numbers; of these too if they are not added up."""
-        return self._rest.hexdigest()
-
-    def float_sums(self) -> tuple[float, ...]:
-        """The sum of the absolute values of floating-point numbers, and sums weighted by position; empty if none."""
-        return self._floats.sums() if self._floats is not None else ()
 
     def rows(self, rows: Any) -> None:
         """Hashes a list, or an array that may be large: rows at fixed positions, up to the limits.
@@ -220,16 +153,11 @@ class ValueDigest:
         """
         self._enough = self._taken + self._limits.total_bytes
         if is_array(rows):
-            if size_of(rows) <= self._limits.element_bytes or not len(rows.shape):
-                return self._array(rows)
-            self._write("rows", kind_of(rows).encode())
-            # All at once: one by one takes ten times as long.
-            return self._array(rows[positions(len(rows), self._affordable(rows))])
+            picked = picked_rows(rows, self._limits)
+            if picked is not rows:
+                self._write("rows", kind_of(rows).encode())
+            return self._array(picked)
         self._sequence(rows, 0)
-
-    def _affordable(self, rows: Any) -> int:
-        row_bytes = max(1, size_of(rows) // len(rows))
-        return max(2, min(self._limits.rows, self._limits.total_bytes // row_bytes))
 
     def value(self, value: Any, level: int = 0) -> None:
         """Hashes one value.
@@ -240,10 +168,7 @@ class ValueDigest:
         kind = type(value)
         if level > _MOST_LEVELS:
             raise UnknownValueError("nested too deeply")
-        if kind is float:
-            floats = self._floats.add_one(value) if self._floats is not None else None
-            self._write("float", repr(value).encode(), floats=floats)
-        elif kind in _SCALARS or (kind is datetime.datetime and value.tzinfo is None):
+        if kind in _SCALARS or (kind is datetime.datetime and value.tzinfo is None):
             self._write(kind.__name__, repr(value).encode())
         elif kind is str or isinstance(value, PurePath):
             text = str(value)
@@ -292,33 +217,23 @@ class ValueDigest:
             flat = value.reshape(-1)
             self._write("texts", kind_of(value).encode())
             return self._sequence(flat[positions(len(flat), self._limits.rows)].tolist(), 0)
-        head = head_of(value, self._limits.element_bytes)
-        floats = _add_array(head, self._floats) if self._floats is not None and is_float(head) else None
-        self._write("array", kind_of(value).encode(), bytes_of(head), floats=floats)
+        self._write("array", kind_of(value).encode(), bytes_of(head_of(value, self._limits.element_bytes)))
 
-    def _write(self, kind: str, *parts: bytes, floats: bytes | None = None) -> None:
-        """Hashes parts; ``floats`` stands for the last one in the hash of all but floating-point numbers."""
+    def _write(self, kind: str, *parts: bytes) -> None:
         self._taken += _BYTES_PER_VALUE
         for part in (kind.encode(), *parts):
             self._hash.update(len(part).to_bytes(8, "little"))
             self._hash.update(part)
             self._taken += len(part)
-        for part in (kind.encode(), *(parts if floats is None else (*parts[:-1], floats))):
-            self._rest.update(len(part).to_bytes(8, "little"))
-            self._rest.update(part)
 
 
-def _add_array(array: Any, floats: _FloatSums) -> bytes:
-    flat = (array.detach().resolve_neg() if isinstance(array, torch.Tensor) else array).reshape(-1)
-    chunks = (flat[begin : begin + _CHUNK] for begin in range(0, len(flat), _CHUNK))
-    return b"".join(floats.add(_as_numpy(chunk)) for chunk in chunks)
-
-
-def _as_numpy(chunk: Any) -> Any:
-    if not isinstance(chunk, torch.Tensor):
-        return chunk
-    # Numpy has no type for bfloat16, nor for those of 8 bits.
-    return (chunk if chunk.dtype in _NUMPY_FLOATS else chunk.to(torch.float32)).numpy()
+def picked_rows(rows: Any, limits: HashLimits) -> Any:
+    """The rows of an array that are hashed: the array itself if it is small."""
+    if size_of(rows) <= limits.element_bytes or not len(rows.shape):
+        return rows
+    affordable = limits.total_bytes // max(1, size_of(rows) // len(rows))
+    # All at once: one by one takes ten times as long.
+    return rows[positions(len(rows), max(2, min(limits.rows, affordable)))]
 
 
 def base_name(path: str) -> str:
@@ -371,11 +286,6 @@ def is_whole(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
         return not (value.is_floating_point() or value.is_complex())
     return value.dtype.kind in "biu"
-
-
-def is_float(value: Any) -> bool:
-    """Whether the elements of a tensor or array are floating-point numbers."""
-    return bool(value.is_floating_point() if isinstance(value, torch.Tensor) else value.dtype.kind == "f")
 
 
 def is_text(value: Any) -> bool:

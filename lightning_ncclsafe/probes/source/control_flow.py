@@ -38,21 +38,18 @@ from lightning_ncclsafe.probes.source.syntax import (
 
 # Counters that are equal on all ranks, so that conditions on them are, too.
 _COUNTED = frozenset(
-    (
-        *("batch_idx", "batch_index", "dataloader_idx", "current_epoch", "epoch", "global_step"),
-        *("sanity_checking", "stage", "validating", "testing", "predicting", "evaluating"),
-    )
+    ("batch_idx", "batch_index", "dataloader_idx", "current_epoch", "epoch", "global_step", "sanity_checking", "stage")
 )
-# What a Trainer runs is equal on all ranks, too: ``trainer.state.fn``.
-_OF_STATE = frozenset(("state", "fn"))
+# What a Trainer runs is equal on all ranks, too: ``trainer.validating``, ``trainer.state.fn``.
+_OF_TRAINER = frozenset(("validating", "testing", "predicting", "evaluating", "sanity_checking"))
 # What has them: that a file keeps it is no reason why they should differ.
 _COUNTING = frozenset(("trainer", "pl_module", "module", "model"))
 # What all ranks of one job have in common: whether there are several, and what their machines can do.
 _ASKED_OF_JOB = frozenset(("is_initialized", "is_available", "is_torchelastic_launched", "get_world_size"))
 _MODULES = frozenset(("dist", "distributed", "c10d", "cuda"))
 # Methods of a model whose parts a loop goes through: all ranks have the same parts, of the same names and classes.
-_PARTS = frozenset(("parameters", "modules", "children", "buffers"))
-_NAMED_PARTS = frozenset((*(f"named_{one}" for one in _PARTS), "state_dict"))
+_PARTS = frozenset(("parameters", "modules"))
+_NAMED_PARTS = frozenset(("named_parameters", "named_modules", "named_children", "named_buffers", "state_dict"))
 _MOST_BRANCHES = 8
 _MOST_CHARACTERS = 120
 _MOST_NAMES = 32
@@ -95,17 +92,17 @@ class _Arm(NamedTuple):
 
 
 class _PartsLoop(NamedTuple):
-    """A loop over a model's parts, if it gives names or parts to variables.
+    """A loop over a model's parts, such as its parameters.
 
     Attributes:
-        lines: Its lines.
-        names: The variables that are given names of parts.
-        parts: Those that are given parts.
+        lines: The lines of its body.
+        name: The variable that it gives the name of a part; empty if it gives none.
+        part: The variable that it gives a part.
     """
 
     lines: range
-    names: set[str]
-    parts: set[str]
+    name: str
+    part: str
 
 
 @lru_cache(maxsize=64)
@@ -324,23 +321,29 @@ class ControlFlow:
         """
         if self._names_of_rank().decides(test, is_past=is_past):
             return Decides.RANK
-        is_common = _is_constant(test) or _is_of_job(test) or _is_counter(test, self._state) or self._is_of_part(test)
-        return Decides.COMMON if is_common else Decides.VALUE
+        return Decides.COMMON if self._is_common(test) else Decides.VALUE
+
+    def _is_common(self, test: ast.expr) -> bool:
+        """Whether all ranks find the same, as far as its names show."""
+        if isinstance(test, ast.BoolOp):
+            return all(map(self._is_common, test.values))
+        if isinstance(test, ast.UnaryOp):
+            return self._is_common(test.operand)
+        is_alike = _is_constant(test) or _is_of_job(test) or _is_of_trainer(test)
+        return is_alike or _is_counter(test, self._state) or self._is_of_part(test)
 
     def _is_of_part(self, test: ast.expr) -> bool:
-        """Whether a condition in a loop over a model's parts is on nothing but the name, class or rank of a part."""
+        """Whether a condition in a loop over a model's parts is on the name, class or dimensions of a part alone."""
         around = [loop for loop in self._loops_over_parts if test.lineno in loop.lines]
-        names = {name for loop in around for name in loop.names}
-        return _asks_only(test, names, {name for loop in around for name in loop.parts})
+        names = {loop.name for loop in around if loop.name}
+        return _asks_only(test, names, {loop.part for loop in around})
 
     @cached_property
     def _loops_over_parts(self) -> list[_PartsLoop]:
         has_any = any(f"{name}(" in line for line in self._lines for name in (*_PARTS, *_NAMED_PARTS))
         nodes = (node for statement in self._body if has_any for node in ast.walk(statement))
-        loops = (node for node in nodes if isinstance(node, (ast.For, *COMPREHENSIONS)))
-        heads = ((loop, head) for loop in loops for head in ([loop] if isinstance(loop, ast.For) else loop.generators))
-        lines = ((range(loop.lineno, last_line(loop) + 1), head) for loop, head in heads)
-        return [_PartsLoop(each, *_parts_in(head.target, head.iter)) for each, head in lines]
+        loops = (_parts_loop(node) for node in nodes if isinstance(node, ast.For))
+        return [loop for loop in loops if loop is not None]
 
     def _head(self, line: int, on: Decides, block: _Block, without: str = "") -> Branch:
         """The branch at a line that decides whether a block runs."""
@@ -375,38 +378,63 @@ def _is_of_job(test: ast.expr) -> bool:
     return is_plain and is_of_module and name_of(test.func) in _ASKED_OF_JOB
 
 
-def _parts_in(target: ast.expr, items: ast.expr) -> tuple[set[str], set[str]]:
-    """The variables to which a loop gives names of a model's parts, and the parts; none if it goes through others."""
-    called = {name_of(node.func) for node in ast.walk(items) if isinstance(node, ast.Call)}
-    targets = target.elts if isinstance(target, ast.Tuple) else [target]
-    variables = [one.id if isinstance(one, ast.Name) else "" for one in targets]
-    if called.isdisjoint(_NAMED_PARTS):
-        return set(), set() if called.isdisjoint(_PARTS) else {*variables}
-    are_names = "values" not in called
-    return {*variables[:1]} if are_names else set(), {*variables[are_names:]}
+def _parts_loop(loop: ast.For) -> _PartsLoop | None:
+    """The loop, if it goes through a model's parts and nothing else, and if nothing in it sets its variables anew."""
+    called = _called(loop.iter)
+    if called == "items" and isinstance(loop.iter, ast.Call) and isinstance(loop.iter.func, ast.Attribute):
+        called = _called(loop.iter.func.value)
+    targets = loop.target.elts if isinstance(loop.target, ast.Tuple) else [loop.target]
+    variables = [_id(one) or "" for one in targets]
+    if not all(variables) or len(variables) != (called in _NAMED_PARTS) + 1 or called not in (_PARTS | _NAMED_PARTS):
+        return None
+    nodes = (node for statement in loop.body for node in ast.walk(statement))
+    set_anew = {getattr(node, "id", getattr(node, "arg", None)) for node in nodes if _sets(node)}
+    lines = range(first_line(loop.body[0]), last_line(loop.body[-1]) + 1)
+    name, part = variables if len(variables) > 1 else ("", *variables)
+    return _PartsLoop(lines, name, part) if set_anew.isdisjoint(variables) else None
+
+
+def _called(value: ast.expr) -> str:
+    return name_of(value.func) if isinstance(value, ast.Call) else ""
+
+
+def _sets(node: ast.AST) -> bool:
+    """Whether a node gives a variable a value, or is the parameter of a function."""
+    return isinstance(node, ast.arg) or (isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load))
 
 
 def _asks_only(test: ast.expr, names: Collection[str], parts: Collection[str]) -> bool:
-    """Whether a condition asks what all ranks answer alike of the names and parts of a model, and nothing else."""
-    if isinstance(test, ast.BoolOp):
-        return all(_asks_only(value, names, parts) for value in test.values)
-    if isinstance(test, ast.UnaryOp):
-        return _asks_only(test.operand, names, parts)
+    """Whether a condition asks what all ranks answer alike of a name or part of a model, and nothing else."""
     if isinstance(test, ast.Compare):
         sides = (test.left, *test.comparators)
-        others = [side for side in sides if not (_id(side) in names or _is_rank_of(side, parts))]
-        return len(others) < len(sides) and all(_is_constant(side) or name_of(side).isupper() for side in others)
-    if not isinstance(test, ast.Call):
+        others = [side for side in sides if not (_id(side) in names or _has_dimensions(side, parts))]
+        return len(others) < len(sides) and all(map(_is_constant, others))
+    if not isinstance(test, ast.Call) or not test.args:
         return False
-    if isinstance(test.func, ast.Attribute):
-        return test.func.attr in ("startswith", "endswith") and _id(test.func.value) in names
-    return _id(test.func) == "isinstance" and _id(test.args[0]) in parts if test.args else False
+    if _id(test.func) == "isinstance":
+        return _id(test.args[0]) in parts
+    if not isinstance(test.func, ast.Attribute) or _id(test.func.value) not in names:
+        return False
+    return test.func.attr in ("startswith", "endswith") and all(map(_is_constant, test.args))
 
 
-def _is_rank_of(value: ast.expr, parts: Collection[str]) -> bool:
+def _has_dimensions(value: ast.expr, parts: Collection[str]) -> bool:
     """Whether it is the number of dimensions of a part: ``p.ndim`` or ``p.dim()``."""
     attribute = value.func if isinstance(value, ast.Call) else value
     return isinstance(attribute, ast.Attribute) and attribute.attr in ("ndim", "dim") and _id(attribute.value) in parts
+
+
+def _is_of_trainer(test: ast.expr) -> bool:
+    """Whether a condition is on what the Trainer runs: ``trainer.testing``, ``trainer.state.fn == "fit"``."""
+    if isinstance(test, ast.Compare):
+        return _is_function_of_trainer(test.left) and all(map(_is_constant, test.comparators))
+    return isinstance(test, ast.Attribute) and test.attr in _OF_TRAINER and name_of(test.value) == "trainer"
+
+
+def _is_function_of_trainer(value: ast.expr) -> bool:
+    """Whether it is ``trainer.state.fn``."""
+    state = value.value if isinstance(value, ast.Attribute) and value.attr == "fn" else None
+    return isinstance(state, ast.Attribute) and state.attr == "state" and name_of(state.value) == "trainer"
 
 
 def _id(value: ast.expr) -> str | None:
@@ -420,9 +448,7 @@ def _is_counter(test: ast.expr, state: frozenset[str]) -> bool:
     if isinstance(test, ast.UnaryOp):
         return _is_counter(test.operand, state)
     named = {name_of(node) for node in ast.walk(test) if isinstance(node, (ast.Name, ast.Attribute))}
-    is_of_state = named >= _OF_STATE and not named.isdisjoint(_COUNTING)
-    is_counted = is_of_state or not named.isdisjoint(_COUNTED)
-    return is_counted and not _calls(test) and named.isdisjoint(state - _COUNTED - _COUNTING)
+    return not _calls(test) and not named.isdisjoint(_COUNTED) and named.isdisjoint(state - _COUNTED - _COUNTING)
 
 
 def _state_of(body: _Block) -> frozenset[str]:

@@ -149,7 +149,7 @@ def different_data(view: JobData) -> Iterator[Finding]:
         Seed every split alike and sort lists of files.
 
     Cannot see:
-        Data that could not be fingerprinted on all ranks; floating-point numbers that differ as little as by rounding.
+        Data that could not be fingerprinted on all ranks; arrays that differ as little as by rounding.
     """
     for loader in view.loaders:
         is_comparable = loader.replicated and not loader.unequal_samples and not differing_classes(loader)
@@ -159,14 +159,11 @@ def different_data(view: JobData) -> Iterator[Finding]:
 
 def _differing_prints(loader: JobLoader) -> Differences:
     """The kinds of fingerprints that differ; not items alone if the data is the same: augmentation changes them."""
-    all_kinds = {kind: grouped(_prints(loader, kind)) for kind in loader.kinds if kind not in _OWN_PRINTS}
+    kinds = (kind for kind in loader.kinds if kind not in _OWN_PRINTS)
+    all_kinds: Differences = {kind: grouped(dict[int, object](loader.prints(kind))) for kind in kinds}
     same_source = any(kind in all_kinds and not all_kinds[kind].differ for kind in _SOURCES)
     differing: Differences = {kind: groups for kind, groups in all_kinds.items() if groups.differ}
     return {} if same_source and set(differing) == {"items"} else differing
-
-
-def _prints(loader: JobLoader, kind: str) -> dict[int, object]:
-    return {rank: facts.fingerprints[kind] for rank, facts in loader.facts.items()}
 
 
 def _different_data(view: JobData, loader: JobLoader, prints: Differences) -> Finding:
@@ -247,9 +244,9 @@ def _differences_of_peers(view: JobData, loader: JobLoader, ranks: tuple[int, ..
             "number of samples": lambda one: one.samples,
         },
     )
-    prints = {rank: one.fingerprints for rank, one in facts.items()}
     for kind in sorted(kinds):
-        differing |= differences(prints, {f"fingerprint of {kind}": lambda one, kind=kind: one[kind][:8]})  # type: ignore[misc]
+        prints = loader.prints(kind)
+        differing |= differences({rank: prints[rank] for rank in ranks}, {f"fingerprint of {kind}": _short})
     return differing | differences({rank: _drawn_order(view, loader, rank) for rank in ranks}, {"random order": str})
 
 

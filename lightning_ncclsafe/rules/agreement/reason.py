@@ -105,4 +105,4 @@ def _source(loader: JobLoader) -> str:
 
 
 def _differs(loader: JobLoader, kind: str) -> bool:
-    return kind in loader.kinds and loader.by(lambda facts: facts.fingerprints[kind]).differ
+    return kind in loader.kinds and grouped(loader.prints(kind)).differ

@@ -1,22 +1,15 @@
 """The view that agreement rules read: what each rank presents about its data, which ranks deviate, and in words."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from typing import TypeVar
 
-from lightning_ncclsafe.facts import DataFacts, JobFacts, LoaderFacts, RoundedValues
+from lightning_ncclsafe.facts import DataFacts, JobFacts, LoaderFacts, RoundedArray, RoundedValues
 from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding, Severity
 from lightning_ncclsafe.facts.wording import apart_words, capitalised, counted, plural, ranks_words
 from lightning_ncclsafe.rules.kit.parts import Groups, evidence_about, grouped
 from lightning_ncclsafe.rules.kit.rule import Rules, View
-
-# Sums in single precision are rounded by less, relative to the sum of absolute values; other values, or the same in
-# another order, change a weighted sum of n values by about the n-th part of that times the root of n.
-_ROUNDING = 1e-5
-_ROUNDED = ("values", "names")
-# Every rank may have other values: so many of the first ones are compared with each.
-_MOST_COMPARED = 8
 
 _T = TypeVar("_T")
 _X = TypeVar("_X")
@@ -68,31 +61,43 @@ def _all_have_some(data: DataFacts) -> bool:
     return all(loader.length for loader in data.loaders)
 
 
-def _rounded_alike(facts: dict[int, LoaderFacts]) -> dict[int, LoaderFacts]:
-    """The facts, with equal fingerprints for ranks whose values differ by rounding only: that of the first of them."""
-    for kind in _ROUNDED:
-        known = {one.fingerprints.get(kind): one.rounded.get(kind) for one in facts.values()}
-        first: dict[str | None, str | None] = {}
-        for number, (found, rounded) in enumerate(known.items()):
-            others = [*known.items()][: min(number, _MOST_COMPARED)]
-            first[found] = next((first[one] for one, its in others if _are_close(its, rounded)), found)
-        changed = {found: to for found, to in first.items() if found is not None and to is not None and to != found}
-        for rank, one in facts.items() if changed else ():
-            print_ = one.fingerprints.get(kind, "")
-            facts[rank] = replace(one, fingerprints={**one.fingerprints, kind: changed.get(print_, print_)})
-    return facts
+# Rounding changes a number of single or double precision by less, relative to itself; functions of lower accuracy, by
+# less relative to how far numbers are apart: PyTorch's first cosine on several threads may err by 1 in 5,000.
+_ROUNDING = {32: (1e-5, 3e-3), 64: (1e-9, 1e-6)}
+# Every rank may have other values: so many of equal shapes are compared with each.
+_MOST_COMPARED = 8
 
 
-def _are_close(one: RoundedValues | None, other: RoundedValues | None) -> bool:
-    """Whether two ranks have the same values but for rounding."""
-    if one is None or other is None or one.rest != other.rest or len(one.sums) != len(other.sums):
+def _rounded_alike(prints: dict[int, str], rounded: Mapping[int, RoundedValues | None]) -> dict[int, str]:
+    """The fingerprints of ranks; that of the first one for all whose values differ from its own by rounding only."""
+    first: dict[str, str] = {}
+    by_rest: dict[str, list[tuple[str, RoundedValues]]] = defaultdict(list)
+    for rank, own in prints.items():
+        values = rounded[rank]
+        if own in first or values is None:
+            continue
+        known = by_rest[values.rest]
+        first[own] = next((other for other, its in known if _are_close(its, values)), own)
+        if first[own] == own and len(known) < _MOST_COMPARED:
+            known.append((own, values))
+    return {rank: first.get(own, own) for rank, own in prints.items()}
+
+
+def _are_close(one: RoundedValues, other: RoundedValues) -> bool:
+    """Whether two ranks that differ in nothing else have the same arrays but for rounding."""
+    return len(one.arrays) == len(other.arrays) and all(map(_is_array_close, one.arrays, other.arrays))
+
+
+def _is_array_close(one: RoundedArray, other: RoundedArray) -> bool:
+    if one.bits != other.bits or one.bits not in _ROUNDING or len(one.samples) != len(other.samples):
         return False
-    return all(map(_are_sums_close, one.sums, other.sums))
-
-
-def _are_sums_close(one: Sequence[float], other: Sequence[float]) -> bool:
-    most = _ROUNDING * max(*one[:1], *other[:1], 0.0)
-    return len(one) == len(other) and all(abs(ours - theirs) <= most for ours, theirs in zip(one, other, strict=True))
+    of_number, of_distance = _ROUNDING[one.bits]
+    middle = sorted(one.samples)[len(one.samples) // 2]
+    # Of a table, most columns may be near together, and one of them, such as the time, far away.
+    apart = sorted(abs(number - middle) for number in one.samples)[len(one.samples) // 4]
+    samples, sums = zip(one.samples, other.samples, strict=True), zip(one.sums, other.sums, strict=False)
+    are_near = all(abs(a - b) <= of_number * abs(a) + of_distance * apart for a, b in samples)
+    return are_near and all(abs(a - b) <= of_number * one.sums[0] for a, b in sums)
 
 
 class JobLoader:
@@ -101,14 +106,13 @@ class JobLoader:
     Attributes:
         index: The position, from 0.
         data: What each rank presents about the stage.
-        facts: What each rank presents at this position. Fingerprints of values that are the same but for rounding are
-            equal here.
+        facts: What each rank presents at this position.
     """
 
     def __init__(self, index: int, data: dict[int, DataFacts]) -> None:
         self.index = index
         self.data = data
-        self.facts = _rounded_alike({rank: one.loaders[index] for rank, one in data.items()})
+        self.facts = {rank: one.loaders[index] for rank, one in data.items()}
 
     def by(self, ask: Callable[[LoaderFacts], _T]) -> Groups[_T]:
         """Ranks grouped by a value of this loader's facts."""
@@ -140,19 +144,27 @@ class JobLoader:
         """Whether groups of ranks, such as those of a host, each have their own data and split it completely."""
         if not self.split_among_fewer:
             return False
-        groups = self.by(self._identity)
+        groups = grouped(self._identities)
         return groups.differ and all(self._takes_each_share_once(ranks) for _, ranks in groups.parts)
 
     def _replicas(self, rank: int) -> int:
         sampler = self.facts[rank].sampler
         return (sampler.replicas or 0) if sampler is not None else 0
 
-    def _identity(self, facts: LoaderFacts) -> tuple[object, ...]:
+    def prints(self, kind: str) -> dict[int, str]:
+        """The fingerprints of a kind, by rank; equal ones for ranks whose values differ by rounding only."""
+        own = {rank: facts.fingerprints[kind] for rank, facts in self.facts.items()}
+        rounded = {rank: facts.rounded for rank, facts in self.facts.items()}
+        return _rounded_alike(own, rounded) if kind == "values" else own
+
+    @cached_property
+    def _identities(self) -> dict[int, tuple[object, ...]]:
         """What distinguishes data; samples, which augmentation changes, count only if nothing else is known."""
         kinds = [kind for kind in self.kinds if kind in _EQUAL_FOR_COPIES] or [
             kind for kind in self.kinds if kind == "items"
         ]
-        return facts.samples, *(facts.fingerprints[kind] for kind in kinds)
+        prints = [self.prints(kind) for kind in kinds]
+        return {rank: (facts.samples, *(each[rank] for each in prints)) for rank, facts in self.facts.items()}
 
     def _takes_each_share_once(self, ranks: tuple[int, ...]) -> bool:
         taken = {(self.data[rank].data_rank, sampler.rank) for rank in ranks if (sampler := self.facts[rank].sampler)}
