@@ -25,7 +25,7 @@ BATCHES_TO_KNOW = 5
 
 _EVALUATIONS = frozenset({Phase.SANITY_CHECK, Phase.VALIDATE, Phase.TEST, Phase.PREDICT})
 # "[_TrainingEpochLoop].train_dataloader_next", "[_EvaluationLoop].val_next"
-_FETCH = re.compile(r"(?:^|\]\.)(train|val|test|predict)(?:_dataloader)?_next$")
+_FETCH = re.compile(r"\]\.(train|val|test|predict)(?:_dataloader)?_next$")
 _IN_LOOPS = _EVALUATIONS | {Phase.TRAIN}
 
 

@@ -301,11 +301,12 @@ def branches(source: str) -> list[str]:
                     if p.requires_grad:
                         if p > 0:
                             if name in self.wanted:
-                                if name.startswith(self.prefix) or self.prefix.startswith(name):
-                                    if name == LAYER:
-                                        kept[name] = p.full_tensor()  # <-
+                                if name.startswith(self.prefix):
+                                    if self.prefix.startswith("lora_"):
+                                        if name == LAYER:
+                                            kept[name] = p.full_tensor()  # <-
             """,
-            ["2 passes", "3 value", "4 value", "5 value", "6 value", "7 value"],
+            ["2 passes", "3 value", "4 value", "5 value", "6 value", "7 value", "8 value"],
             id="what ranks may have set otherwise",
         ),
         pytest.param(

@@ -652,40 +652,69 @@ class Gathered(Data):
         return made
 
     def __iter__(self) -> Iterator[Any]:
-        yield from self.batches()
+        yield from self.batches()  # <- gathered
 
 
-class GatheredAtOnce(Gathered):
+class GatheredInTurns(Gathered):
     def batches(self) -> list[Any]:
-        made = [row for row in self.rows if row]  # <- gathered
-        return made
+        return self.rows[self.rank :: 2]  # <- gathered in turns
 
 
-class GatheredButOne(Gathered):
-    def batches(self) -> list[Any]:
-        made = [row for row in self.rows if row]
-        made.remove(self.first)
-        return made
+class GatheredHere(Data):
+    def __iter__(self) -> Iterator[Any]:
+        made: list[Any] = []
+        for row in self.rows:
+            made.append(row)
+        yield from made
+
+
+class Padded(Data):
+    def __iter__(self) -> Iterator[Any]:
+        mine = [row for row in self.rows if row % 2 == self.rank]  # <- padded share
+        if not mine:
+            mine.append(0)
+        yield from mine
 
 
 class GatheredAndCounted(Gathered):
     def __init__(self, rows: Any) -> None:
         super().__init__(rows)
-        self.count = len(self.batches())
+        self.count = len(self.batches())  # <- counted once
 
     def __len__(self) -> int:
         return self.count
 
 
-def test_nor_does_one_decide_about_its_length() -> None:
+@pytest.mark.parametrize(
+    ("kind", "line"),
+    [
+        (Gathered, place("gathered")),
+        (GatheredInTurns, place("gathered in turns", "batches")),
+        (GatheredHere, ""),
+        (Padded, place("padded share")),
+    ],
+)
+def test_of_a_list_that_is_filled_later_on_the_line_that_begins_it_does_not_decide(kind: Any, line: str) -> None:
+    assert told(DataLoader(kind([]))) == line
+
+
+def test_a_length_that_is_counted_once_is_not_that_of_what_was_added_last() -> None:
     loader = DataLoader(list(range(9)), batch_sampler=GatheredAndCounted([]))
-    assert told(loader, by_length=True) == ""
+    assert told(loader, by_length=True) == place("counted once", "__init__")
 
 
-def test_of_a_list_that_is_filled_later_on_no_assignment_decides() -> None:
-    # A method of its own is followed to what it returns.
-    lines = [told(DataLoader(kind([]))) for kind in (Gathered, GatheredButOne, GatheredAtOnce)]
-    assert lines == ["", "", place("gathered", "batches")]
+class ByLength(Sampler[int]):
+    def __init__(self, source: Any) -> None:
+        self.count = len(source)
+
+    def __iter__(self) -> Iterator[int]:
+        yield from range(self.count)
+
+
+def test_a_sampler_of_all_samples_hands_on_how_many_there_are() -> None:
+    data = list(filter(None, range(8)))  # <- counted samples
+    loader = DataLoader(data, sampler=ByLength(data))
+    assert told(loader) == place("counted samples", "test_a_sampler_of_all_samples_hands_on_how_many_there_are")
 
 
 def of_this_rank(names: list[str], rank: int) -> list[str]:

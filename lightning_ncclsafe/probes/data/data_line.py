@@ -20,7 +20,13 @@ from lightning_ncclsafe.probes.data.made_at import chooses, function_called, mad
 from lightning_ncclsafe.probes.data.reading import goes_through_all, is_indices, is_iterable, plain_attribute
 from lightning_ncclsafe.probes.data.shares import share_taken_at
 from lightning_ncclsafe.probes.process.stacks import is_own_file
-from lightning_ncclsafe.probes.source.assignments import Given, methods_of, only_assignment, returned, variable
+from lightning_ncclsafe.probes.source.assignments import (
+    Given,
+    methods_of,
+    only_assignment,
+    returned,
+    variable,
+)
 from lightning_ncclsafe.probes.source.rank_names import RANK_WORDS
 from lightning_ncclsafe.probes.source.scopes import SELECTING, Scope, getter_or_self, scope_of
 from lightning_ncclsafe.probes.source.syntax import COMPREHENSIONS, FILLING, LOOPS, YIELDS, is_of_self, name_of
@@ -166,6 +172,13 @@ def _counted(value: ast.expr | None) -> ast.expr | None:
     return value.args[0] if isinstance(value, ast.Call) and name_of(value.func) == "len" and value.args else None
 
 
+def _is_own_call(value: ast.expr | None) -> bool:
+    """Whether it calls a method of the object, and gives it nothing but constants."""
+    if not isinstance(value, ast.Call) or not is_of_self(value.func):
+        return False
+    return all(isinstance(one, ast.Constant) for one in (*value.args, *(each.value for each in value.keywords)))
+
+
 def _followed(found: _DataEnd, owner: type) -> _DataEnd:
     """The same once attributes and properties of the class that only hold something are followed to what they hold."""
     for _ in range(_MOST_NAMES):
@@ -177,9 +190,9 @@ def _followed(found: _DataEnd, owner: type) -> _DataEnd:
         made = only_assignment(found.given, owner)
         if made is None or _is_filled(found.given, owner):
             break
-        if (counted := _counted(made.value)) is not None:
-            found = _of_items(counted, made.line, made.scope, owner, _MOST_CALLS)
-            continue
+        counted = _counted(made.value)
+        if counted is not None and _is_own_call(counted):
+            return _of_items(counted, made.line, made.scope, owner, _MOST_CALLS)
         held = None if made.is_part else _handed_on(made.value, made.scope, made.line)
         if _is_parameter(made) or held == _DataEnd(given=_PARAMETER):
             return _DataEnd(given=_GIVEN)
@@ -240,20 +253,11 @@ def _of_yield(node: ast.Yield | ast.YieldFrom, scope: Scope, owner: type, calls:
     return _only_line(conditions, scope) if found.given else _UNKNOWN
 
 
-def _is_extended(name: str, scope: Scope) -> bool:
-    """Whether a function adds to a list of its own: then no single assignment decides how long it is."""
-    return name in _filled_in(scope) or any(name_of(one.target) == name for one in scope.each(ast.AugAssign))
-
-
-def _filled_in(scope: Scope) -> set[str]:
-    """The variables that hold more, or less, for what a function calls of them."""
-    filling = (call.func for call in scope.calls(FILLING) if isinstance(call.func, ast.Attribute))
-    return {one.value.id for one in filling if isinstance(one.value, ast.Name)}
-
-
 def _is_filled_before(node: ast.Yield | ast.YieldFrom, scope: Scope) -> bool:
     """Whether it yields a batch that the function fills: what closes it decides, and not what leaves out samples."""
-    return isinstance(node.value, ast.Name) and node.value.id in _filled_in(scope)
+    name = name_of(node.value) if isinstance(node.value, ast.Name) else ""
+    filling = (call.func for call in scope.calls(FILLING) if isinstance(call.func, ast.Attribute))
+    return bool(name) and any(name_of(one.value) == name for one in filling)
 
 
 def _counts_as_one(node: ast.YieldFrom, loop: _Loop | None, scope: Scope) -> bool:
@@ -306,18 +310,17 @@ def _of_items(items: ast.expr | None, line: int, scope: Scope, owner: type, call
     here, value = line, items
     for _ in range(_MOST_NAMES):
         called = function_called(value, scope, owner) if isinstance(value, ast.Call) and calls else None
-        # A method that returns a list decides as well; what other functions return is made of what they are given.
-        asked = (*YIELDS, ast.Return) if isinstance(value, ast.Call) and is_of_self(value.func) else YIELDS
-        if called is not None and any(isinstance(node, asked) for node in called.nodes):
+        if called is not None and any(isinstance(node, YIELDS) for node in called.nodes):
             found = _of_function(called, owner, calls - 1)
             return found if found.given != _PARAMETER else _handed_on(value, scope, here) or _UNKNOWN
+        share = returned(called) if called is not None and _is_own_call(value) else None
+        if share is not None and share.value is not None and _is_about_rank(share.value):
+            return _DataEnd(share.scope.place(share.line))
         if isinstance(value, ast.Call) and name_of(value.func) == "iter" and value.args:
             value = value.args[0]
         elif isinstance(value, ast.Name) and _handed_on(value, scope, here) is None:
             made = variable(value.id, Given(None, scope, here))
             if made is None or made.value is None or made.is_part or made.scope != scope:
-                return _UNKNOWN
-            if _is_extended(value.id, scope):
                 return _UNKNOWN
             here, value = made.line, made.value
         else:

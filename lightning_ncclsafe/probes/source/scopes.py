@@ -277,7 +277,8 @@ def _code_of(function: Callable[..., Any] | None) -> CodeType | None:
 
 def user_modules() -> list[ModuleType]:
     """The loaded modules of the user's code, in the order in which they were loaded."""
-    return [module for module in [*sys.modules.values()] if is_user_code(file_of(module) or "<")]
+    modules = ((module, file_of(module)) for module in [*sys.modules.values()])
+    return [module for module, file in modules if file and is_user_code(file)]
 
 
 def scopes_in(owners: Iterable[Any]) -> Iterator[Scope]:

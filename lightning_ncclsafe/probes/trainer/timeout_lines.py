@@ -11,10 +11,10 @@ from typing import Any
 from lightning_ncclsafe.facts import Limited, TimeoutLine
 from lightning_ncclsafe.probes.process.stacks import main_thread_frames
 from lightning_ncclsafe.probes.source.scopes import MOST_PLACES, Scope, scope_of, scopes_in, scopes_of, user_modules
-from lightning_ncclsafe.probes.source.syntax import file_of, name_of
+from lightning_ncclsafe.probes.source.syntax import file_of, name_of, source_text
 
 # All ranks wait while one reads the source.
-_MOST_FILES = 32
+_MOST_FILES = 8
 _GROUP, _STORE = (Limited.GROUP,), (Limited.STORE,)
 _BOTH = (*_GROUP, *_STORE)
 # torch's functions with a timeout: its position among their arguments, None where it is always named; what it limits.
@@ -53,10 +53,20 @@ def timeout_lines(owners: Iterable[Any]) -> tuple[TimeoutLine, ...]:
     entered = (scope_of(frame.f_code) for frame in main_thread_frames())
     near = [*(scope for scope in entered if scope.file), *scopes_in(owners)]
     found = [*_lines(near)]
-    own = [*itertools.islice(dict.fromkeys(scope.file for scope in near), _MOST_FILES)]
-    for files in (own, (file_of(module) for module in reversed(user_modules()[-_MOST_FILES:]))):
-        found = found or [line for file in files for line in _lines(scopes_of(file)) if line.timeout_ms]
+    modules = (file_of(module) for module in user_modules())
+    found = found or _written_out(scope.file for scope in near) or _written_out(filter(_is_source, modules))
     return tuple(itertools.islice(dict.fromkeys(found), MOST_PLACES))
+
+
+def _written_out(files: Iterable[str]) -> list[TimeoutLine]:
+    # Most files have no timeout, and are not parsed.
+    with_any = (file for file in dict.fromkeys(files) if "timeout" in source_text(file))
+    found = (line for file in itertools.islice(with_any, _MOST_FILES) for line in _lines(scopes_of(file)))
+    return [line for line in found if line.timeout_ms]
+
+
+def _is_source(file: str) -> bool:
+    return file.endswith(".py")
 
 
 def _lines(scopes: Iterable[Scope]) -> Iterator[TimeoutLine]:

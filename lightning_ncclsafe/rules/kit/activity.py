@@ -322,7 +322,7 @@ def hook_words(name: str) -> str:
     before, brace, after = plain.partition("{")
     plain = before + after[after.rfind("}") + 1 :] if brace else plain
     plain = plain.rpartition("<locals>.")[2]
-    if stage := stage_fetched(plain):
+    if stage := stage_fetched(name):
         return f"{FETCHES}{stage}_dataloader)"
     # "SafeDDP.training_step" is the user's training_step, called through the strategy.
     return plain.rpartition(".")[2] if owner == "[Strategy" else plain
