@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from lightning_ncclsafe.facts import Limited, TimeoutLine
+from lightning_ncclsafe.probes.source import scopes
 from lightning_ncclsafe.probes.trainer.setting_lines import setting_line, setting_lines
 from lightning_ncclsafe.probes.trainer.timeout_lines import timeout_lines
 
@@ -424,6 +425,7 @@ def test_a_timeout_that_another_module_of_the_user_sets_is_found_where_there_is_
     module = ModuleType("control")
     module.__file__ = str(other)
     monkeypatch.setitem(sys.modules, "control", module)
+    monkeypatch.setattr(scopes, "is_user_code", lambda file: file.startswith(str(tmp_path)))
     source = """
     class Published:
         def on_fit_start(self):
