@@ -37,7 +37,7 @@ class RoundedArray:
 
     Attributes:
         bits: 32 or 64, for single or double precision.
-        samples: Up to 64 of its numbers, at places that depend on its size alone.
+        samples: Up to 16 of its numbers, at places that depend on its size alone.
         sums: The sum of the numbers' absolute values, and sums of the numbers with weights by their places.
     """
 

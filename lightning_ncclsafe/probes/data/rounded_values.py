@@ -12,7 +12,7 @@ from lightning_ncclsafe.facts import RoundedArray
 from lightning_ncclsafe.probes.data.plain_values import HashLimits, head_of, is_array, picked_rows, positions
 
 _BITS = {"float32": 32, "float64": 64}
-_SAMPLES = 64
+_SAMPLES = 16
 _CHUNK = 65_536
 
 

@@ -1,9 +1,9 @@
 """The view that agreement rules read: what each rank presents about its data, which ranks deviate, and in words."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from lightning_ncclsafe.facts import DataFacts, JobFacts, LoaderFacts, RoundedArray, RoundedValues
 from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding, Severity
@@ -64,40 +64,52 @@ def _all_have_some(data: DataFacts) -> bool:
 # Rounding changes a number of single or double precision by less, relative to itself; functions of lower accuracy, by
 # less relative to how far numbers are apart: PyTorch's first cosine on several threads may err by 1 in 5,000.
 _ROUNDING = {32: (1e-5, 3e-3), 64: (1e-9, 1e-6)}
-# Every rank may have other values: so many of equal shapes are compared with each.
-_MOST_COMPARED = 8
+# Every rank may have a shard of its own: each is compared with so many others of the same shape.
+_MOST_COMPARED = 64
 
 
 def _rounded_alike(prints: dict[int, str], rounded: Mapping[int, RoundedValues | None]) -> dict[int, str]:
     """The fingerprints of ranks; that of the first one for all whose values differ from its own by rounding only."""
     first: dict[str, str] = {}
-    by_rest: dict[str, list[tuple[str, RoundedValues]]] = defaultdict(list)
+    by_rest: dict[str, list[tuple[str, list[_Near]]]] = defaultdict(list)
     for rank, own in prints.items():
         values = rounded[rank]
         if own in first or values is None:
             continue
         known = by_rest[values.rest]
-        first[own] = next((other for other, its in known if _are_close(its, values)), own)
+        first[own] = next((other for other, near in known if _are_near(near, values)), own)
         if first[own] == own and len(known) < _MOST_COMPARED:
-            known.append((own, values))
+            known.append((own, [_Near.to(array) for array in values.arrays]))
     return {rank: first.get(own, own) for rank, own in prints.items()}
 
 
-def _are_close(one: RoundedValues, other: RoundedValues) -> bool:
-    """Whether two ranks that differ in nothing else have the same arrays but for rounding."""
-    return len(one.arrays) == len(other.arrays) and all(map(_is_array_close, one.arrays, other.arrays))
+class _Near(NamedTuple):
+    """The bounds within which another array is the same but for rounding."""
+
+    samples: list[tuple[float, float]]
+    sums: list[tuple[float, float]]
+
+    @classmethod
+    def to(cls, array: RoundedArray) -> "_Near":
+        of_number, of_distance = _ROUNDING.get(array.bits, (0.0, 0.0))
+        numbers = sorted(array.samples)
+        # Of a table, most columns may be near together, and one of them, such as the time, far away.
+        apart = sorted(abs(number - numbers[len(numbers) // 2]) for number in numbers)[len(numbers) // 4 :][:1]
+        bounds = [of_number * abs(number) + of_distance * sum(apart) for number in array.samples]
+        samples = [(number - bound, number + bound) for number, bound in zip(array.samples, bounds, strict=True)]
+        bound = of_number * sum(array.sums[:1])
+        return cls(samples, [(one - bound, one + bound) for one in array.sums])
+
+    def holds(self, array: RoundedArray) -> bool:
+        """Whether an array is within these bounds."""
+        if (len(array.samples), len(array.sums)) != (len(self.samples), len(self.sums)):
+            return False
+        numbers = zip((*array.samples, *array.sums), (*self.samples, *self.sums), strict=True)
+        return all(least <= number <= most for number, (least, most) in numbers)
 
 
-def _is_array_close(one: RoundedArray, other: RoundedArray) -> bool:
-    if one.bits != other.bits or one.bits not in _ROUNDING or len(one.samples) != len(other.samples):
-        return False
-    of_number, of_distance = _ROUNDING[one.bits]
-    middle = sorted(one.samples)[len(one.samples) // 2]
-    # Of a table, most columns may be near together, and one of them, such as the time, far away.
-    apart = sorted(abs(number - middle) for number in one.samples)[len(one.samples) // 4]
-    samples, sums = zip(one.samples, other.samples, strict=True), zip(one.sums, other.sums, strict=False)
-    are_near = all(abs(a - b) <= of_number * abs(a) + of_distance * apart for a, b in samples)
-    return are_near and all(abs(a - b) <= of_number * one.sums[0] for a, b in sums)
+def _are_near(near: Sequence[_Near], values: RoundedValues) -> bool:
+    return len(near) == len(values.arrays) and all(map(_Near.holds, near, values.arrays))
 
 
 class JobLoader:
@@ -113,6 +125,7 @@ class JobLoader:
         self.index = index
         self.data = data
         self.facts = {rank: one.loaders[index] for rank, one in data.items()}
+        self._prints: dict[str, dict[int, str]] = {}
 
     def by(self, ask: Callable[[LoaderFacts], _T]) -> Groups[_T]:
         """Ranks grouped by a value of this loader's facts."""
@@ -153,9 +166,11 @@ class JobLoader:
 
     def prints(self, kind: str) -> dict[int, str]:
         """The fingerprints of a kind, by rank; equal ones for ranks whose values differ by rounding only."""
-        own = {rank: facts.fingerprints[kind] for rank, facts in self.facts.items()}
-        rounded = {rank: facts.rounded for rank, facts in self.facts.items()}
-        return _rounded_alike(own, rounded) if kind == "values" else own
+        if kind not in self._prints:
+            own = {rank: facts.fingerprints[kind] for rank, facts in self.facts.items()}
+            rounded = {rank: facts.rounded for rank, facts in self.facts.items()}
+            self._prints[kind] = _rounded_alike(own, rounded) if kind == "values" else own
+        return self._prints[kind]
 
     @cached_property
     def _identities(self) -> dict[int, tuple[object, ...]]:
