@@ -31,19 +31,18 @@ class SamplerFacts:
     order: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class RoundedArray:
     """An array of floating-point numbers that are not all whole, as far as it is hashed.
 
     Attributes:
-        bits: 32 or 64, for single or double precision.
-        samples: Up to 16 of its numbers, at places that depend on its size alone.
-        sums: The sum of the numbers' absolute values, and sums of the numbers with weights by their places.
+        numbers: Some of its numbers, and sums of all of them that depend on their order, in units of how far numbers of
+            their columns are apart; and these units.
+        bounds: How much each of these may differ between arrays that differ by rounding only.
     """
 
-    bits: int
-    samples: tuple[float, ...]
-    sums: tuple[float, ...]
+    numbers: tuple[float, ...]
+    bounds: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

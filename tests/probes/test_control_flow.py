@@ -312,6 +312,52 @@ def branches(source: str) -> list[str]:
         pytest.param(
             """
             def reduce(self, model):
+                for one in model.modules():
+                    if isinstance(one, self.active):
+                        if isinstance(one, pick(batch)):
+                            if isinstance(one, (nn.Linear, Conv)):
+                                all_reduce(one)  # <-
+            """,
+            ["2 passes", "3 value", "4 value", "5 common"],
+            id="a class that is chosen",
+        ),
+        pytest.param(
+            """
+            def reduce(self, model):
+                for key, one in self.loader.state_dict().items():
+                    if key == "buffer":
+                        all_reduce(one)  # <-
+            """,
+            ["2 passes", "3 value"],
+            id="a state that is no model's",
+        ),
+        pytest.param(
+            """
+            def reduce(self, model):
+                for name, p in self.heads[batch["task"]].named_parameters():
+                    if name == "aux.weight":
+                        all_reduce(p)  # <-
+            """,
+            ["2 passes", "3 value"],
+            id="a model that is chosen",
+        ),
+        pytest.param(
+            """
+            def reduce(self, model):
+                for name, p in model.named_parameters():
+                    try:
+                        send(p)
+                    except ValueError as name:
+                        pass
+                    if name == "aux.weight":
+                        all_reduce(p)  # <-
+            """,
+            ["2 passes", "7 value"],
+            id="a name of an exception",
+        ),
+        pytest.param(
+            """
+            def reduce(self, model):
                 for p in model.parameters():
                     p = p.grad
                     if isinstance(p, torch.Tensor):

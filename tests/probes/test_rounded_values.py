@@ -27,6 +27,8 @@ LONG = drawn(2, 2 * 65_536)
 IMAGES = drawn(3, 1_000, 64).abs() * 255
 LABELS = torch.arange(6_000) % 10
 LAST_BIT = 1 + 2e-7
+WITH_CONSTANT = torch.cat([X, torch.full((len(X), 1), 0.1)], 1)
+LATE = 1.7e9 + 0.001 * torch.arange(1_000).double()
 
 
 def _facts(dataset: Any, content: str) -> DataFacts:
@@ -74,6 +76,9 @@ ROUNDED: dict[str, tuple[Any, Any]] = {
     "two datasets": (ConcatDataset([[1.0, 2.0], X]), ConcatDataset([[1.0, 2.0], X * LAST_BIT])),
     "numpy": (X.numpy(), np.nextafter(X.numpy(), np.float32(9))),
     "an offset": (X + 1_000, (X + 1_000) * LAST_BIT),
+    "single precision, kept in double": ((X * 0.3).double(), (X * 0.3 * LAST_BIT).double()),
+    "columns of other scales": (X * 10.0 ** torch.arange(8), X * 10.0 ** torch.arange(8) * LAST_BIT),
+    "a constant column": (WITH_CONSTANT, WITH_CONSTANT * LAST_BIT),
     "not side by side": (X.T, X.T * LAST_BIT),
     "with a gradient": (X.clone().requires_grad_(), X * LAST_BIT),
 }
@@ -100,6 +105,15 @@ def _mixed(x: torch.Tensor) -> torch.Tensor:
 
 def _with_time(x: torch.Tensor) -> torch.Tensor:
     return torch.cat([1.7e9 + 60.5 * torch.arange(len(x))[:, None], x.double()], 1)
+
+
+def _beside(x: torch.Tensor) -> torch.Tensor:
+    return torch.cat([60.5 * torch.arange(float(len(x)))[:, None], x], 1)
+
+
+def _labelled(seed: int) -> torch.Tensor:
+    labels = drawn(seed, 2_000, 1) > 0
+    return torch.cat([drawn(9, 2_000, 8) * 1e4, labels.float()], 1)
 
 
 def _turned(x: torch.Tensor, one: int, other: int, count: int = 500) -> torch.Tensor:
@@ -129,6 +143,11 @@ OTHER: dict[str, tuple[Any, Any]] = {
     "around an offset": (drawn(7, 100_000) + 1_000, drawn(8, 100_000) + 1_000),
     "another order around an offset": (drawn(7, 9_000) + 1_000, _mixed(drawn(7, 9_000) + 1_000)),
     "beside the time": (_with_time(X[:2_000]), _with_time(X[2_000:4_000])),
+    "beside a large column": (_beside(drawn(7, 4_096, 7)), _beside(drawn(8, 4_096, 7))),
+    "labels beside large columns": (_labelled(0), _labelled(1)),
+    "around a large offset": (101_325 + 0.2 * drawn(7, 5_000), 101_325 + 0.2 * drawn(8, 5_000)),
+    "a little later": (LATE, LATE + 1),
+    "another constant": (torch.full((9,), 0.1), torch.full((9,), 0.2)),
     "another time": (1.7e9 + 60.5 * torch.arange(4_000).double(), 1.7e9 + 60.5 * torch.arange(4_000, 8_000).double()),
     "numbers beside images": (
         TensorDataset(IMAGES, drawn(9, 1_000) * 0.01),

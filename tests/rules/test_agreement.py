@@ -17,7 +17,7 @@ from presented_builders import (
     with_sampler,
 )
 
-from lightning_ncclsafe.facts import JobFacts, LoaderFacts, ProcessFacts, SamplerFacts
+from lightning_ncclsafe.facts import JobFacts, LoaderFacts, ProcessFacts, RoundedArray, RoundedValues, SamplerFacts
 from lightning_ncclsafe.facts.findings import Confidence, Finding, Severity
 from lightning_ncclsafe.rules.agreement import AGREEMENT_RULES
 from lightning_ncclsafe.rules.agreement.batches import is_refused, way_on
@@ -61,6 +61,11 @@ STREAMED = presenting(4, stream_loader)
 def pairs(job: JobFacts) -> JobFacts:
     """The same ranks as tensor-parallel peers, two by two."""
     return with_data(job, data_rank=lambda rank: rank // 2, data_ranks=2)
+
+
+def rounded(rank: int, shard: int = 0) -> RoundedValues:
+    """What shows that ranks have the same values of a shard but for rounding."""
+    return RoundedValues(rest="", arrays=(RoundedArray(numbers=(shard + rank * 1e-7, 0.5), bounds=(1e-5, 1e-5)),))
 
 
 PEERS = pairs(with_loader(OWNED, fingerprints=lambda rank: {"values": str(rank // 2), "paths": str(rank)}))
@@ -684,6 +689,16 @@ SILENT = {
     "no fingerprints of a rank's own data": with_loader(OWNED, fingerprints={}),
     "augmentation of the same files": with_loader(
         SHARED, fingerprints=lambda rank: {"items": str(rank), "files": "same"}
+    ),
+    "values that ranks have rounded differently": with_loader(
+        SHARED, fingerprints=lambda rank: {"items": str(rank), "values": str(rank)}, rounded=rounded
+    ),
+    "peers that have rounded differently": pairs(
+        with_loader(
+            OWNED,
+            fingerprints=lambda rank: {"items": str(rank), "values": str(rank)},
+            rounded=lambda rank: rounded(rank, shard=rank // 2),
+        )
     ),
     "augmentation of the same values": with_loader(
         SHARED, fingerprints=lambda rank: {"items": str(rank), "values": "same"}

@@ -172,6 +172,23 @@ def _counted(value: ast.expr | None) -> ast.expr | None:
     return value.args[0] if isinstance(value, ast.Call) and name_of(value.func) == "len" and value.args else None
 
 
+def _counted_once(made: Given, owner: type) -> _DataEnd | None:
+    """What decides the length of a list that a method returns: its share; of a list that it fills, the count itself.
+
+    None for any other value, and any other list.
+    """
+    call = _counted(made.value)
+    called = function_called(call, made.scope, owner) if isinstance(call, ast.Call) and _is_own_call(call) else None
+    listed = returned(called) if called is not None else None
+    if called is None or listed is None or listed.value is None:
+        return None
+    if _is_about_rank(listed.value):
+        return _DataEnd(called.place(listed.line))
+    filling = (one.func.value for one in called.calls(FILLING) if isinstance(one.func, ast.Attribute))
+    is_filled = isinstance(listed.value, ast.Name) and name_of(listed.value) in map(name_of, filling)
+    return _DataEnd(made.scope.place(made.line)) if is_filled else None
+
+
 def _is_own_call(value: ast.expr | None) -> bool:
     """Whether it calls a method of the object, and gives it nothing but constants."""
     if not isinstance(value, ast.Call) or not is_of_self(value.func):
@@ -190,9 +207,8 @@ def _followed(found: _DataEnd, owner: type) -> _DataEnd:
         made = only_assignment(found.given, owner)
         if made is None or _is_filled(found.given, owner):
             break
-        counted = _counted(made.value)
-        if counted is not None and _is_own_call(counted):
-            return _of_items(counted, made.line, made.scope, owner, _MOST_CALLS)
+        if (counted := _counted_once(made, owner)) is not None:
+            return counted
         held = None if made.is_part else _handed_on(made.value, made.scope, made.line)
         if _is_parameter(made) or held == _DataEnd(given=_PARAMETER):
             return _DataEnd(given=_GIVEN)

@@ -39,6 +39,8 @@ _TABLE_ROWS = 16
 # This many equal rows are no coincidence.
 _COMPARED_ROWS = 64
 
+# More arrays are compared exactly: what ranks present is small.
+_MOST_ARRAYS = 8
 _ITEMS = 8
 _DEADLINE_S = 1.0
 _MOST_LEVELS = 8
@@ -81,7 +83,7 @@ def fingerprints(dataset: Any, *, content: str, batches: Any = None, items: bool
     hashed = reader.attempt('The fingerprint "values"', lambda: _hashed_values(datasets, content)) or []
     kinds_of_values = dict.fromkeys(one.kind for one in hashed)
     found |= {kind: digest(*(one.digest for one in hashed if one.kind == kind)) for kind in kinds_of_values}
-    rounded = reader.attempt("Adding up the values", lambda: _rounded_values(hashed))
+    rounded = reader.attempt("Measuring the values", lambda: _rounded_values(hashed))
     if content == "full" and items:
         found |= reader.attempt(_READING, lambda: _items(dataset, reader)) or {}
     return Fingerprints({kind: text for kind, text in found.items() if text}, tuple(reader.problems), rounded)
@@ -225,7 +227,7 @@ def _rounded_values(hashed: list[_Hashed]) -> RoundedValues | None:
             continue
         exact = zip(parts, rounded, strict=True)
         rest += [_hash_of(part, one.limits) if array is None else kind_of(part).encode() for part, array in exact]
-    return RoundedValues(rest=digest(*rest), arrays=tuple(arrays)) if arrays else None
+    return RoundedValues(rest=digest(*rest), arrays=tuple(arrays)) if 0 < len(arrays) <= _MOST_ARRAYS else None
 
 
 def _hash_of(part: Any, limits: HashLimits) -> bytes:

@@ -20,6 +20,7 @@ from lightning_ncclsafe.probes.source.rank_names import (
     given_beside_none,
     may_be_none,
     names_of_rank,
+    names_set,
 )
 from lightning_ncclsafe.probes.source.syntax import (
     COMPREHENSIONS,
@@ -49,6 +50,7 @@ _ASKED_OF_JOB = frozenset(("is_initialized", "is_available", "is_torchelastic_la
 _MODULES = frozenset(("dist", "distributed", "c10d", "cuda"))
 # Methods of a model whose parts a loop goes through: all ranks have the same parts, of the same names and classes.
 _PARTS = frozenset(("parameters", "modules"))
+_MODELS = frozenset(("model", "module", "net", "network", "pl_module", "lightning_module", "self"))
 _NAMED_PARTS = frozenset(("named_parameters", "named_modules", "named_children", "named_buffers", "state_dict"))
 _MOST_BRANCHES = 8
 _MOST_CHARACTERS = 120
@@ -380,15 +382,19 @@ def _is_of_job(test: ast.expr) -> bool:
 
 def _parts_loop(loop: ast.For) -> _PartsLoop | None:
     """The loop, if it goes through a model's parts and nothing else, and if nothing in it sets its variables anew."""
-    called = _called(loop.iter)
-    if called == "items" and isinstance(loop.iter, ast.Call) and isinstance(loop.iter.func, ast.Attribute):
-        called = _called(loop.iter.func.value)
+    items = loop.iter
+    if _called(items) == "items" and isinstance(items, ast.Call) and isinstance(items.func, ast.Attribute):
+        items = items.func.value
+    called = _called(items)
+    asked = items.func.value if isinstance(items, ast.Call) and isinstance(items.func, ast.Attribute) else None
+    if asked is None or name_of(asked) not in _MODELS or (called == "state_dict") is (items is loop.iter):
+        return None
     targets = loop.target.elts if isinstance(loop.target, ast.Tuple) else [loop.target]
     variables = [_id(one) or "" for one in targets]
     if not all(variables) or len(variables) != (called in _NAMED_PARTS) + 1 or called not in (_PARTS | _NAMED_PARTS):
         return None
     nodes = (node for statement in loop.body for node in ast.walk(statement))
-    set_anew = {getattr(node, "id", getattr(node, "arg", None)) for node in nodes if _sets(node)}
+    set_anew = {name for node in nodes for name in names_set(node)}
     lines = range(first_line(loop.body[0]), last_line(loop.body[-1]) + 1)
     name, part = variables if len(variables) > 1 else ("", *variables)
     return _PartsLoop(lines, name, part) if set_anew.isdisjoint(variables) else None
@@ -396,11 +402,6 @@ def _parts_loop(loop: ast.For) -> _PartsLoop | None:
 
 def _called(value: ast.expr) -> str:
     return name_of(value.func) if isinstance(value, ast.Call) else ""
-
-
-def _sets(node: ast.AST) -> bool:
-    """Whether a node gives a variable a value, or is the parameter of a function."""
-    return isinstance(node, ast.arg) or (isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load))
 
 
 def _asks_only(test: ast.expr, names: Collection[str], parts: Collection[str]) -> bool:
@@ -412,10 +413,18 @@ def _asks_only(test: ast.expr, names: Collection[str], parts: Collection[str]) -
     if not isinstance(test, ast.Call) or not test.args:
         return False
     if _id(test.func) == "isinstance":
-        return _id(test.args[0]) in parts
+        return _id(test.args[0]) in parts and len(test.args) > 1 and _is_class(test.args[1])
     if not isinstance(test.func, ast.Attribute) or _id(test.func.value) not in names:
         return False
     return test.func.attr in ("startswith", "endswith") and all(map(_is_constant, test.args))
+
+
+def _is_class(value: ast.expr) -> bool:
+    """Whether it is written as a class, or several: ``nn.Linear``."""
+    if isinstance(value, ast.Tuple):
+        return all(map(_is_class, value.elts))
+    is_plain = isinstance(value, (ast.Name, ast.Attribute)) and not ast.unparse(value).startswith("self.")
+    return is_plain and name_of(value)[:1].isupper()
 
 
 def _has_dimensions(value: ast.expr, parts: Collection[str]) -> bool:

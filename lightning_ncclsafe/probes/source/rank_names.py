@@ -74,7 +74,7 @@ def given_beside_none(body: _Block) -> dict[str, list[ast.expr]]:
         prefix = _SELF if owner and not function else ""
         for target, value in _assignments(node):
             given[_in_class(ast.unparse(target), prefix)].append(value)
-        binds = [_in_class(name, prefix) for name in _bound(node)]
+        binds = [_in_class(name, prefix) for name in names_set(node)]
         bound.update(binds)
         tests = _held(node.test, is_past=True) if isinstance(node, (ast.If, ast.While, ast.IfExp)) else set()
         for name in (*binds, *tests):
@@ -111,7 +111,7 @@ def _with_places(body: _Block) -> Iterator[tuple[ast.AST, int, int]]:
         left += [(child, function, owner) for child in ast.iter_child_nodes(node)][::-1]
 
 
-def _bound(node: ast.AST) -> Iterator[str]:
+def names_set(node: ast.AST) -> Iterator[str]:
     """The names that a node may set; an attribute of any object may be that of ``self``."""
     if isinstance(getattr(node, "ctx", None), (ast.Store, ast.Del)):
         yield getattr(node, "id", "") or f"{_SELF}{getattr(node, 'attr', '')}"

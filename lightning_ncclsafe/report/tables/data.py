@@ -108,13 +108,13 @@ def table_rows(loader: JobLoader, hosts: dict[int, str]) -> tuple[list[Row], int
 
 
 def _answers(loader: JobLoader) -> Differences:
-    prints = [_prints(loader, facts) for facts in loader.facts.values()]
+    prints = {rank: _prints(loader, rank) for rank in loader.facts}
     # Unless some ranks have the same ones, which then show who shares data.
-    own_prints = not loader.replicated and len(set(prints)) == len(prints)
+    own_prints = not loader.replicated and len({*prints.values()}) == len(prints)
     questions: Questions[LoaderFacts] = {
         "batches": lambda facts: facts.batches if facts.read is None else _read_words(facts),
         "samples": lambda facts: facts.samples,
-        "fingerprint": lambda facts: "its own" if own_prints else _prints(loader, facts),
+        "fingerprint": lambda facts: "its own",
         "sampler": lambda facts: facts.sampler and replace(facts.sampler, rank=None),
         "loader": lambda facts: facts.loader,
         "dataset": lambda facts: facts.datasets or (facts.dataset,),
@@ -123,9 +123,8 @@ def _answers(loader: JobLoader) -> Differences:
         "num_workers": lambda facts: facts.num_workers if facts.iterable else None,
         "shards": lambda facts: facts.shards,
     }
-    return {
-        title: grouped({rank: ask(facts) for rank, facts in loader.facts.items()}) for title, ask in questions.items()
-    }
+    answers = {title: loader.by(ask) for title, ask in questions.items()}
+    return answers if own_prints else answers | {"fingerprint": grouped(dict[int, object](prints))}
 
 
 def _deviating(loader: JobLoader, answers: Differences) -> dict[str, set[int]]:
@@ -151,17 +150,18 @@ def _alike(
     return [(ranks, cells[ranks[0]]) for _, ranks in rows.parts]
 
 
-def _prints(loader: JobLoader, facts: LoaderFacts, most: int | None = None) -> tuple[str, ...]:
-    # The path of each rank's copy is no difference.
-    kinds = sorted(kind for kind in facts.fingerprints if kind != "paths" or not loader.replicated)
-    return tuple(f"{kind}:{facts.fingerprints[kind][:most]}" for kind in kinds)
+def _prints(loader: JobLoader, rank: int, most: int | None = None) -> tuple[str, ...]:
+    own = loader.facts[rank].fingerprints
+    # The path of each rank's copy is no difference, and neither is how it has rounded the data.
+    prints = {kind: loader.prints(kind)[rank] if kind in loader.kinds else own[kind] for kind in sorted(own)}
+    return tuple(f"{kind}:{text[:most]}" for kind, text in prints.items() if kind != "paths" or not loader.replicated)
 
 
 def _cell(loader: JobLoader, title: str, value: object, ranks: tuple[int, ...]) -> str:
     if title == "sampler":
         return _sampler_words(loader, ranks)
     if title == "fingerprint" and isinstance(value, tuple):
-        return " ".join(_prints(loader, loader.facts[ranks[0]], most=8)) or "none"
+        return " ".join(_prints(loader, ranks[0], most=8)) or "none"
     return f"{value:,}" if title in ("batches", "samples") and isinstance(value, int) else value_words(value)
 
 

@@ -190,6 +190,8 @@ def _words(kind: str) -> Callable[[object], str]:
 
 # Each rank may keep its copy of the data elsewhere.
 _OWN_COPY = "paths"
+# Where the data is the same but for rounding, samples and batches of it may be rounded differently, too.
+_AS_ROUNDED = {"items", "first batches"}
 # All other fingerprints of data that a sampler splits are compared between all ranks by different-data.
 _OF_SPLIT = {"first batches"}
 
@@ -236,6 +238,8 @@ def peer_differences(view: JobData, loader: JobLoader) -> Differences:
 
 def _differences_of_peers(view: JobData, loader: JobLoader, ranks: tuple[int, ...]) -> Differences:
     kinds = set(loader.kinds) & _OF_SPLIT if loader.replicated else set(loader.kinds) - {_OWN_COPY}
+    if "values" in kinds and _is_rounded(loader, ranks):
+        kinds -= _AS_ROUNDED
     facts = {rank: loader.facts[rank] for rank in ranks}
     differing = differences(
         facts,
@@ -248,6 +252,12 @@ def _differences_of_peers(view: JobData, loader: JobLoader, ranks: tuple[int, ..
         prints = loader.prints(kind)
         differing |= differences({rank: prints[rank] for rank in ranks}, {f"fingerprint of {kind}": _short})
     return differing | differences({rank: _drawn_order(view, loader, rank) for rank in ranks}, {"random order": str})
+
+
+def _is_rounded(loader: JobLoader, ranks: tuple[int, ...]) -> bool:
+    """Whether these ranks have the same values but for rounding."""
+    own = {loader.facts[rank].fingerprints["values"] for rank in ranks}
+    return len(own) > 1 == len({loader.prints("values")[rank] for rank in ranks})
 
 
 def _drawn_order(view: JobData, loader: JobLoader, rank: int) -> str:

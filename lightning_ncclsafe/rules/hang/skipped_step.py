@@ -177,7 +177,7 @@ def _left_out_finding(view: Timeline, left_out: _PassLeftOut) -> Finding:
 
 
 def _unit_left_out_finding(view: Timeline, unit: LeftOutUnit) -> Finding:
-    passes = f"The backward pass at {short_place(unit.passes[0])} is left out with it."
+    passes = f"The backward pass at {short_place(unit.passes[0])} is behind the same condition."
     return finding(
         view,
         unit.others,

@@ -1,9 +1,9 @@
 """The view that agreement rules read: what each rank presents about its data, which ranks deviate, and in words."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from lightning_ncclsafe.facts import DataFacts, JobFacts, LoaderFacts, RoundedArray, RoundedValues
 from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding, Severity
@@ -61,9 +61,6 @@ def _all_have_some(data: DataFacts) -> bool:
     return all(loader.length for loader in data.loaders)
 
 
-# Rounding changes a number of single or double precision by less, relative to itself; functions of lower accuracy, by
-# less relative to how far numbers are apart: PyTorch's first cosine on several threads may err by 1 in 5,000.
-_ROUNDING = {32: (1e-5, 3e-3), 64: (1e-9, 1e-6)}
 # Every rank may have a shard of its own: each is compared with so many others of the same shape.
 _MOST_COMPARED = 64
 
@@ -71,45 +68,28 @@ _MOST_COMPARED = 64
 def _rounded_alike(prints: dict[int, str], rounded: Mapping[int, RoundedValues | None]) -> dict[int, str]:
     """The fingerprints of ranks; that of the first one for all whose values differ from its own by rounding only."""
     first: dict[str, str] = {}
-    by_rest: dict[str, list[tuple[str, list[_Near]]]] = defaultdict(list)
+    by_rest: dict[str, list[tuple[str, RoundedValues]]] = defaultdict(list)
     for rank, own in prints.items():
         values = rounded[rank]
         if own in first or values is None:
             continue
         known = by_rest[values.rest]
-        first[own] = next((other for other, near in known if _are_near(near, values)), own)
+        first[own] = next((other for other, of_other in known if _are_near(of_other, values)), own)
         if first[own] == own and len(known) < _MOST_COMPARED:
-            known.append((own, [_Near.to(array) for array in values.arrays]))
+            known.append((own, values))
     return {rank: first.get(own, own) for rank, own in prints.items()}
 
 
-class _Near(NamedTuple):
-    """The bounds within which another array is the same but for rounding."""
-
-    samples: list[tuple[float, float]]
-    sums: list[tuple[float, float]]
-
-    @classmethod
-    def to(cls, array: RoundedArray) -> "_Near":
-        of_number, of_distance = _ROUNDING.get(array.bits, (0.0, 0.0))
-        numbers = sorted(array.samples)
-        # Of a table, most columns may be near together, and one of them, such as the time, far away.
-        apart = sorted(abs(number - numbers[len(numbers) // 2]) for number in numbers)[len(numbers) // 4 :][:1]
-        bounds = [of_number * abs(number) + of_distance * sum(apart) for number in array.samples]
-        samples = [(number - bound, number + bound) for number, bound in zip(array.samples, bounds, strict=True)]
-        bound = of_number * sum(array.sums[:1])
-        return cls(samples, [(one - bound, one + bound) for one in array.sums])
-
-    def holds(self, array: RoundedArray) -> bool:
-        """Whether an array is within these bounds."""
-        if (len(array.samples), len(array.sums)) != (len(self.samples), len(self.sums)):
-            return False
-        numbers = zip((*array.samples, *array.sums), (*self.samples, *self.sums), strict=True)
-        return all(least <= number <= most for number, (least, most) in numbers)
+def _are_near(one: RoundedValues, other: RoundedValues) -> bool:
+    """Whether two ranks that differ in nothing else have the same arrays but for rounding."""
+    return len(one.arrays) == len(other.arrays) and all(map(_is_array_near, one.arrays, other.arrays))
 
 
-def _are_near(near: Sequence[_Near], values: RoundedValues) -> bool:
-    return len(near) == len(values.arrays) and all(map(_Near.holds, near, values.arrays))
+def _is_array_near(one: RoundedArray, other: RoundedArray) -> bool:
+    each = (one.numbers, one.bounds, other.numbers, other.bounds)
+    if len({*map(len, each)}) > 1:
+        return False
+    return all(abs(a - b) <= max(of_a, of_b) for a, of_a, b, of_b in zip(*each, strict=True))
 
 
 class JobLoader:

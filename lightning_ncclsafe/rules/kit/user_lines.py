@@ -395,9 +395,26 @@ def left_out_unit(view: Timeline) -> LeftOutUnit | None:
     deciding = decision(view, location_of(frame))
     if deciding is None or not deciding.decided_at:
         return None
+    return LeftOutUnit(ended, others, frame, deciding, _passes_behind(view, frame, deciding))
+
+
+def _passes_behind(view: Timeline, part: Frame, deciding: DecidingBranches) -> tuple[str, ...]:
+    """The backward passes that a rank leaves out with a part of the model; none if it makes one in place of these.
+
+    A condition decides about two blocks: only what is in the part's own block, or its function, is left out with it.
+    """
     ways = (item for facts in view.facts.values() for item in facts.steps.led_around.items())
-    passes = dict.fromkeys(place for place, around in ways if deciding.decided_at in around)
-    return LeftOutUnit(ended, others, frame, deciding, (*passes,))
+    decided = [*dict.fromkeys(place for place, around in ways if deciding.decided_at in around)]
+    ((frame, branch),) = deciding.branches
+    behind = []
+    for place in decided:
+        at, _, function = place.rpartition(" in ")
+        file, _, line = at.rpartition(":")
+        is_in_function = (file, function) == (part.file, part.function) != (frame.file, frame.function)
+        last = float("inf") if branch.jump else branch.until
+        is_in_block = (file, function) == (frame.file, frame.function) and branch.line < int(line) <= last
+        behind += [place] if is_in_function or is_in_block else []
+    return (*behind,) if len(behind) == len(decided) else ()
 
 
 class _Made(NamedTuple):
