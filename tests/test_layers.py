@@ -56,6 +56,7 @@ IMPORTS_TORCH = {
     "probes.data.plain_values",
     "probes.data.random_state",
     "probes.data.reading",
+    "probes.data.rounded_values",
 }
 # Of Lightning, each imports the package of its name; others ask which package something is of.
 IMPORTS_LIGHTNING = {"lightning": "lightning", "pytorch_lightning": "pytorch_lightning"}
