@@ -445,16 +445,21 @@ def _aborted_in_tower(test: str, led_around: dict[str, tuple[str, ...]]) -> JobF
 
 
 @pytest.mark.parametrize(
-    ("passes", "decided", "rule"),
-    [((48,), 46, "skipped-step"), ((48,), 45, "unused-parameters"), ((48, 52), 46, "unused-parameters")],
-    ids=["the same condition", "another one", "one in its else, too"],
+    ("passes", "decided", "branch", "rule"),
+    [
+        ((48,), 46, "if", "skipped-step"),
+        ((48,), 45, "if", "unused-parameters"),
+        ((48, 52), 46, "if", "unused-parameters"),
+        ((48,), 46, "else of if", "unused-parameters"),
+    ],
+    ids=["the same condition", "another one", "one in its else, too", "the part is in its else"],
 )
 def test_a_part_that_is_left_out_with_a_backward_pass_is_a_step(
-    passes: tuple[int, ...], decided: int, rule: str
+    passes: tuple[int, ...], decided: int, branch: str, rule: str
 ) -> None:
     """Manual optimization: the condition decides about a forward pass and the backward pass behind it."""
     around = {f"{USER_FILE}:{line} in forward": (f"{USER_FILE}:{decided} in forward",) for line in passes}
-    finding = first(_aborted_in_tower("if accuracy > 0.6:  (line 46)", around))
+    finding = first(_aborted_in_tower(f"{branch} accuracy > 0.6:  (line 46)", around))
     assert (finding.rule, finding.ranks, finding.location) == (rule, (1,), f"{USER_FILE}:46 in forward")
     said = "The backward pass at train.py:48 in forward is behind the same condition."
     assert (said in finding.summary) is (rule == "skipped-step")

@@ -114,7 +114,7 @@ def _answers(loader: JobLoader) -> Differences:
     questions: Questions[LoaderFacts] = {
         "batches": lambda facts: facts.batches if facts.read is None else _read_words(facts),
         "samples": lambda facts: facts.samples,
-        "fingerprint": lambda facts: "its own",
+        "fingerprint": lambda facts: "its own",  # unless some ranks have the same
         "sampler": lambda facts: facts.sampler and replace(facts.sampler, rank=None),
         "loader": lambda facts: facts.loader,
         "dataset": lambda facts: facts.datasets or (facts.dataset,),

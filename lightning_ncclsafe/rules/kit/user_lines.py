@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from lightning_ncclsafe.code.libraries import FORWARD, FSDP_FORWARD
-from lightning_ncclsafe.facts import Branch, Collective, Decides, Frame, ModelUnit, Phase, Progress, UnitKind
+from lightning_ncclsafe.facts import ELSE, Branch, Collective, Decides, Frame, ModelUnit, Phase, Progress, UnitKind
 from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding
 from lightning_ncclsafe.facts.wording import (
     at_words,
@@ -405,16 +405,19 @@ def _passes_behind(view: Timeline, part: Frame, deciding: DecidingBranches) -> t
     """
     ways = (item for facts in view.facts.values() for item in facts.steps.led_around.items())
     decided = [*dict.fromkeys(place for place, around in ways if deciding.decided_at in around)]
-    ((frame, branch),) = deciding.branches
-    behind = []
-    for place in decided:
-        at, _, function = place.rpartition(" in ")
-        file, _, line = at.rpartition(":")
-        is_in_function = (file, function) == (part.file, part.function) != (frame.file, frame.function)
-        last = float("inf") if branch.jump else branch.until
-        is_in_block = (file, function) == (frame.file, frame.function) and branch.line < int(line) <= last
-        behind += [place] if is_in_function or is_in_block else []
-    return (*behind,) if len(behind) == len(decided) else ()
+    return (*decided,) if all(_is_behind(place, part, *deciding.branches[0]) for place in decided) else ()
+
+
+def _is_behind(place: str, part: Frame, frame: Frame, branch: Branch) -> bool:
+    """Whether a line is in the function of the part, if that is called under the condition, or in the same block."""
+    at, _, function = place.rpartition(" in ")
+    file, _, line = at.rpartition(":")
+    if (part.file, part.function) != (frame.file, frame.function):
+        return (file, function) == (part.file, part.function)
+    # Where the block behind an "else" begins is not known.
+    if (file, function) != (frame.file, frame.function) or branch.test.startswith(ELSE) or not line.isdecimal():
+        return False
+    return branch.line < int(line) and (bool(branch.jump) or int(line) <= branch.until)
 
 
 class _Made(NamedTuple):
