@@ -49,8 +49,8 @@ class RoundedArray:
 class RoundedValues:
     """What shows whether the values of two ranks are the same but for rounding, where their fingerprints differ.
 
-    Ranks that compute their data may round differently: how a sum is rounded depends on the number of threads, and
-    Lightning gives those that it starts another number of threads than its own process has.
+    PyTorch rounds a sum by the number of threads. With Lightning's own launcher, rank 0 has more threads than the ranks
+    that it starts, when the script makes its data.
 
     Attributes:
         rest: Hash of all else, and of the arrays' shapes.
@@ -96,7 +96,7 @@ class LoaderFacts:
             ``"paths"`` between ranks of one host; never because of ``"files"``, ``"names"`` or ``"counts"``, which
             shards of different data may share.
         rounded: What shows whether its ``"values"`` are those of another rank but for rounding; None if they have no
-            arrays of floating-point numbers.
+            arrays of floating-point numbers, or more than eight.
         all_alike: Whether all its samples, in memory, are the same, as in synthetic data: then equal data on several
             ranks means nothing.
         problems: What could not be determined, one sentence each.

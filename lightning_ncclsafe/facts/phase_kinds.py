@@ -92,7 +92,6 @@ def is_occasional(action_name: str) -> bool:
 
 
 def stage_fetched(action_name: str) -> str:
-    """The stage for which a loop of Lightning fetches a batch in an action: ``"train"``, ``"val"``, ``"test"`` or
-    ``"predict"``; empty for any other action."""
+    """The stage for which a loop fetches a batch in an action: ``"train"``, ``"val"``, …; empty for other actions."""
     found = _FETCH.search(action_name)
     return found[1] if found else ""

@@ -42,15 +42,16 @@ _COUNTED = frozenset(
     ("batch_idx", "batch_index", "dataloader_idx", "current_epoch", "epoch", "global_step", "sanity_checking", "stage")
 )
 # What a Trainer runs is equal on all ranks, too: ``trainer.validating``, ``trainer.state.fn``.
-_OF_TRAINER = frozenset(("validating", "testing", "predicting", "evaluating", "sanity_checking"))
+_OF_TRAINER = frozenset(("validating", "testing", "predicting", "evaluating"))
 # What has them: that a file keeps it is no reason why they should differ.
 _COUNTING = frozenset(("trainer", "pl_module", "module", "model"))
 # What all ranks of one job have in common: whether there are several, and what their machines can do.
 _ASKED_OF_JOB = frozenset(("is_initialized", "is_available", "is_torchelastic_launched", "get_world_size"))
 _MODULES = frozenset(("dist", "distributed", "c10d", "cuda"))
-# Methods of a model whose parts a loop goes through: all ranks have the same parts, of the same names and classes.
-_PARTS = frozenset(("parameters", "modules"))
+# Methods that give the parts of a model, alone or with their names, and what a model is called: all ranks have the same
+# parts, of the same names and classes.
 _MODELS = frozenset(("model", "module", "net", "network", "pl_module", "lightning_module", "self"))
+_PARTS = frozenset(("parameters", "modules"))
 _NAMED_PARTS = frozenset(("named_parameters", "named_modules", "named_children", "named_buffers", "state_dict"))
 _MOST_BRANCHES = 8
 _MOST_CHARACTERS = 120
@@ -452,10 +453,6 @@ def _id(value: ast.expr) -> str | None:
 
 def _is_counter(test: ast.expr, state: frozenset[str]) -> bool:
     """Whether a condition is on a counter, and on nothing that may differ: settings do not, but state may."""
-    if isinstance(test, ast.BoolOp):
-        return all(_is_counter(value, state) for value in test.values)
-    if isinstance(test, ast.UnaryOp):
-        return _is_counter(test.operand, state)
     named = {name_of(node) for node in ast.walk(test) if isinstance(node, (ast.Name, ast.Attribute))}
     return not _calls(test) and not named.isdisjoint(_COUNTED) and named.isdisjoint(state - _COUNTED - _COUNTING)
 
