@@ -1,5 +1,6 @@
 """Frames of Python stacks, and exceptions."""
 
+import re
 from dataclasses import dataclass
 from enum import Enum
 
@@ -7,6 +8,9 @@ ELSE = "else of "
 """Prefix of a rank condition if the line is in the branch for the ranks on which it does not hold."""
 PAST = "past "
 """Prefix of a rank condition if the ranks on which it holds have left by a jump before the line."""
+
+# A comparison by size, but not whether there is anything: "score >= self.best", and not "len(boxes) < 1".
+_IS_LIMIT = re.compile(r"^(?!.*\blen\().* [<>]=? (?![01](?!\.)\b)")
 
 
 class Decides(str, Enum):
@@ -48,6 +52,17 @@ class Branch:
     until: int = 0
     within: str = ""
     handled_at: str = ""
+
+    @property
+    def first_line(self) -> int:
+        """The line to look at first.
+
+        Where a loop is left, or a value is compared with a limit, that is the condition of the jump, in which ranks
+        differ. Any other jump leaves out what cannot be done, as there is no data for it, and has to be changed itself.
+        """
+        is_of_condition = bool(self.jump) and (self.jump == "break" or _IS_LIMIT.search(self.test) is not None)
+        line = self.test.rpartition("(line ")[2].removesuffix(")")
+        return int(line) if is_of_condition and line.isdecimal() else self.line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

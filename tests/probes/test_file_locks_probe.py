@@ -3,10 +3,11 @@
 import fcntl
 import json
 import os
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,17 @@ while True:
             time.sleep(0.1)
 """
 DIRECTORY = CREATED.replace("os.close(os.open(path, os.O_CREAT | os.O_EXCL))", "os.mkdir(path)")
+DATABASE = """
+import sqlite3
+
+def open_run(database):
+    database.execute("INSERT INTO runs VALUES (1)")
+
+def add(database):
+    database.execute("INSERT INTO scores VALUES (1)")
+
+add(sqlite3.connect(path, timeout=600))
+"""
 BATON = "from torch.utils.file_baton import FileBaton; FileBaton(path, 0.5).wait()"
 
 
@@ -153,6 +165,22 @@ def test_a_waiter_sees_the_lock_holder(tmp_path: Path, call: str, wait: str, is_
         until(lambda: asked(waiter)[0] is None)
         # It holds the lock itself now.
         until(lambda: asked(waiter)[1] == [str(path)])
+
+
+def test_who_waits_for_a_database_names_the_change_that_may_have_left_it_locked(tmp_path: Path) -> None:
+    path = tmp_path / "runs.db"
+    with closing(sqlite3.connect(path)) as database:
+        database.execute("CREATE TABLE scores (value)")
+        database.execute("BEGIN IMMEDIATE")
+        with waiting(DATABASE, path) as waiter:
+            found = waited_for(waiter)
+            assert found["path"] == str(path)
+            opened = f"{tmp_path}/waits.py:{line_of(tmp_path / 'waits.py', 'INSERT INTO runs')} in open_run"
+            assert (found["is_certain"], found["left_open_at"]) == (False, [opened])
+
+
+def line_of(file: Path, text: str) -> int:
+    return next(number for number, line in enumerate(file.read_text().splitlines(), 1) if text in line)
 
 
 def test_a_forked_process_keeps_the_lock_of_one_that_has_closed_the_file(tmp_path: Path) -> None:

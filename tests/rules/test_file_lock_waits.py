@@ -35,6 +35,11 @@ def at_lock(
     return replace(facts, file_lock=wanted)
 
 
+def waits_at(facts: RankFacts) -> str:
+    frame = facts.stack[-1]
+    return f"{frame.file}:{frame.line} in {frame.function}"
+
+
 def rank_process(rank: int) -> LockHolder:
     return LockHolder(pid=1000 + rank, command="python train.py", parents=(1,))
 
@@ -115,6 +120,17 @@ def test_a_lock_held_into_a_barrier_is_a_deadlock(net: Backend) -> None:
     assert finding.plan is Plan.STOP
     # A loop that tries again and again is in no system call.
     assert first(holder, at_lock(1, rank_process(0), net=net, certain=False)).rule == "file-lock"
+
+
+@pytest.mark.parametrize("places", [1, 2])
+def test_who_has_left_a_transaction_open_is_at_fault_where_only_one_function_does_that(places: int) -> None:
+    left = tuple(f"/home/me/project/store.py:{line} in open_run" for line in range(45, 45 + places))
+    waits = at_lock(1, rank_process(0), path="/run/scores.db", certain=False, left_open_at=left)
+    finding = first(GLOO.in_barrier(0, "written", seq=2, **START), waits)
+    sentence = " The transaction that is begun at store.py:45 in open_run is not ended there."
+    assert (sentence in finding.summary) == (places == 1)
+    assert (finding.ranks, finding.location) == (((0,), left[0]) if places == 1 else ((1,), waits_at(waits)))
+    assert (finding.confidence, finding.plan) == (Confidence.LIKELY, Plan.STOP)
 
 
 def test_a_holder_that_waits_for_another_rank_is_no_circle_by_itself() -> None:

@@ -254,12 +254,14 @@ def test_the_condition_under_which_alone_a_part_is_used_is_told() -> None:
     assert (frozen.location, frozen.decided_at) == (RETURN, "")
 
 
-def test_the_condition_of_a_jump_that_skips_a_part_is_told_beside_it() -> None:
-    skips = Branch(line=51, test="if random() < self.drop:  (line 50)", on=Decides.VALUE, jump="continue")
+@pytest.mark.parametrize(("test", "line"), [("random() < self.drop", 50), ("not rows.numel()", 51)])
+def test_the_condition_of_a_jump_that_skips_a_part_is_told_beside_it(test: str, line: int) -> None:
+    """Where a value is compared with a limit, ranks differ in the condition."""
+    skips = Branch(line=51, test=f"if {test}:  (line 50)", on=Decides.VALUE, jump="continue")
     steps = StepFacts(with_backward=11, without_gradient=("tower.weight",), unused_under=skips)
     finding = first(_refused(replace(steps, unused_at=f"{USER_FILE}:51 in encoded")))
-    assert (finding.location, finding.decided_at) == (f"{USER_FILE}:51 in encoded", f"{USER_FILE}:50 in encoded")
-    assert " The `continue` at train.py:51 in encoded is under `if random() < self.drop:` (line 50)." in finding.summary
+    assert (finding.location, finding.decided_at) == (f"{USER_FILE}:{line} in encoded", f"{USER_FILE}:50 in encoded")
+    assert f" The `continue` at train.py:51 in encoded is under `if {test}:` (line 50)." in finding.summary
 
 
 def test_a_loss_from_nothing_is_blamed_on_the_line_that_makes_it() -> None:

@@ -21,7 +21,9 @@ from lightning_ncclsafe.probes.process.main_thread import system_call
 from lightning_ncclsafe.probes.process.open_files import open_files
 from lightning_ncclsafe.probes.process.stacks import main_thread_frames, training_thread
 from lightning_ncclsafe.probes.process.thread_frames import current_frames
-from lightning_ncclsafe.probes.source.scopes import scope_at
+from lightning_ncclsafe.probes.source.scopes import scope_at, scope_of, user_modules
+from lightning_ncclsafe.probes.source.syntax import file_of
+from lightning_ncclsafe.probes.source.transactions import left_open_at, runs_sql
 
 _PROC = Path("/proc")
 _LOCKS = ("FLOCK", "POSIX", "OFDLCK")
@@ -54,7 +56,20 @@ class _Lock:
 def waited_for() -> FileLockFacts | None:
     """The file lock that the main thread waits for; None if it waits for none. May block on storage."""
     lock = _awaited()
-    return lock and replace(lock, is_on_network=is_network_filesystem(filesystem_of(os.path.realpath(lock.path))))
+    if lock is None:
+        return None
+    is_on_network = is_network_filesystem(filesystem_of(os.path.realpath(lock.path)))
+    return replace(lock, is_on_network=is_on_network, left_open_at=_left_open_at())
+
+
+def _left_open_at() -> tuple[str, ...]:
+    """If the main thread waits for a database, the user's functions that may have left it locked."""
+    frames = [(frame.f_code, frame.f_lineno or 0) for frame in main_thread_frames()]
+    code, line = frames[0]
+    if not runs_sql(scope_of(code), line):
+        return ()
+    files = filter(None, map(file_of, user_modules()))
+    return left_open_at(files, {(code.co_filename, code.co_name) for code, _ in frames})
 
 
 def _awaited() -> FileLockFacts | None:

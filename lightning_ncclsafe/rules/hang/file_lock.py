@@ -18,6 +18,7 @@ from lightning_ncclsafe.rules.kit import (
     how_we_know,
     location_of,
     ranks_words,
+    short_place,
     straggler_finding,
     user_location,
     wait_words,
@@ -149,6 +150,9 @@ def _held_by_rank(view: Timeline, holder: int, ranks: tuple[int, ...]) -> Findin
     )
     culprits, remedy = (ranks, _REMEDY_CIRCLE) if wait.process is None else ((holder,), _REMEDY_KEPT)
     location = user_location(view, ranks)
+    if wait.process is None and len(left := wait.lock.left_open_at) == 1:
+        culprits, location = (holder,), left[0]
+        text = f"{text} The transaction that is begun at {short_place(location)} is not ended there."
     # Never certain: the kernel names only the process, and another of its threads may hold the lock and release it.
     return finding(view, culprits, text, location=location, evidence=evidence, remedy=remedy)
 

@@ -90,8 +90,16 @@ class DecidingBranches:
         return branch_place(*self.branches[0])
 
     @property
+    def first_at(self) -> str:
+        """The same; of some jumps, where their condition is: the line to look at first."""
+        if len(self.branches) != 1:
+            return ""
+        frame, branch = self.branches[0]
+        return branch_place(frame, replace(branch, line=branch.first_line))
+
+    @property
     def condition_at(self) -> str:
-        """The same; of a jump, where its condition is."""
+        """The same of any jump."""
         if len(self.branches) != 1:
             return ""
         frame, branch = self.branches[0]
@@ -174,7 +182,7 @@ def as_concluded(finding: Finding, deciding: DecidingBranches) -> Finding:
     """The same finding at the line that decides, which is concluded, not observed: it is likely at most."""
     return replace(
         finding,
-        location=deciding.decided_at,
+        location=deciding.first_at,
         decided_at=deciding.condition_at,
         confidence=at_most_likely(finding.confidence),
     )
