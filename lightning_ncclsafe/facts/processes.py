@@ -83,6 +83,8 @@ class ProcessFacts:
         queued_share: Share of the time between them in which it was ready to run but waited for a core.
         asleep_s: Of a child process, for how many seconds all of its threads have been asleep, waiting for one another;
             0 at the first look that finds them so; None if one runs, has run since, or may wait for something else.
+        stopping_at: If a signal has stopped it, ``"file:line in main"`` of the calls that stop a process, in the
+            programs of this host's ranks and of the processes that they have started.
     """
 
     pid: int
@@ -105,6 +107,7 @@ class ProcessFacts:
     ran_share: float | None = None
     queued_share: float | None = None
     asleep_s: float | None = None
+    stopping_at: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,9 +1,12 @@
 """The other ranks of this host, as one rank sees them from outside, while they answer, are silent, or have ended."""
 
+import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+
+import psutil
 
 from lightning_ncclsafe.code.side_thread import OWN_THREADS
 from lightning_ncclsafe.facts import ANSWERING, COLLECTOR, ENDED, GONE, Frame, ProcessFacts
@@ -18,6 +21,7 @@ from lightning_ncclsafe.probes.process.main_thread import (
     look_at_others,
     waits_for_gil,
 )
+from lightning_ncclsafe.probes.process.stopping import stopping_lines
 from lightning_ncclsafe.probes.rank_info import RankInfo
 
 # Two looks are timed separately from the looks themselves.
@@ -93,6 +97,7 @@ class Peers:
             a signal.
         look_at: Gives what the kernel shows of a process.
         ask: Asks a peer for the stack of its main thread, and whether something holds its GIL in native code.
+        stopping_lines: Gives the lines that stop a process, in what these processes run.
     """
 
     def __init__(
@@ -102,11 +107,13 @@ class Peers:
         launched: Callable[[], Mapping[int, int]] = dict,
         look_at: Callable[..., ProcessFacts] = look_at,
         ask: Callable[[RankInfo], tuple[tuple[Frame, ...], bool]] = ask,
+        stopping_lines: Callable[[Iterable[int]], tuple[str, ...]] = stopping_lines,
     ) -> None:
         self._ask = ask
         self._growth = growth
         self._launched = launched
         self._look_at = look_at
+        self._stopping_lines = stopping_lines
         self._crash_traces = CrashTraces()
         self._statuses = ExitStatuses()
         self._known: tuple[RankInfo, ...] = ()
@@ -178,9 +185,16 @@ class Peers:
             time.sleep(LEAST_S + _SLACK_S)  # since the last of them was seen: on a busy host, looking takes time
         again = [self.look_at(peer) if facts in unknown else facts for peer, facts in zip(peers, seen, strict=True)]
         span_s = time.monotonic() - began_s
+        is_stopped = any(now.state == psutil.STATUS_STOPPED for now in again)
+        lines = self._stopping_lines([os.getpid(), *(peer.pid for peer in self._known)]) if is_stopped else ()
         return [
             with_core_shares(
-                replace(now, stack=then.stack or now.stack, gil_held=then.gil_held),
+                replace(
+                    now,
+                    stack=then.stack or now.stack,
+                    gil_held=then.gil_held,
+                    stopping_at=lines if now.state == psutil.STATUS_STOPPED else (),
+                ),
                 turn,
                 look_at_main_thread(now.pid),
                 span_s,

@@ -340,6 +340,33 @@ def test_a_context_manager_around_a_pass_is_known_where_nothing_else_may_have_le
     assert record.facts().handlers_around == ((place("left out", "left_out"),) if is_known else ())
 
 
+class StopsEarly(Module):
+    """Leaves a loop before its second pass, and returns from it, by what it computes."""
+
+    automatic_optimization = False
+
+    def training_step(self, record: StepRecord, loss: float, limit: float) -> None:
+        for _ in range(3):
+            if loss < -7:  # <- left
+                break  # <- break
+            record.backward()  # <- pass of a loop
+            if loss > 1.5 * limit:  # <- limit
+                return  # <- over the limit
+            if loss > 0:
+                return  # <- below the limit
+
+
+def test_the_condition_of_a_jump_is_first_where_a_loop_is_left_or_a_limit_is_reached() -> None:
+    of, record = begun(StopsEarly())
+    begin(of, batch=0)
+    assert record is not None
+    as_lightning_does(StopsEarly().training_step, record, -1.0, 1.0)
+    facts = record.facts()
+    marks = ("break", "over the limit", "below the limit")
+    assert facts.led_around == {place("pass of a loop"): tuple(map(place, marks))}
+    assert facts.first_around == {place("break"): place("left"), place("over the limit"): place("limit")}
+
+
 class LeavesOut(Module):
     """Makes a step of its optimizer under a condition."""
 

@@ -60,13 +60,20 @@ def batches(*made: tuple[int, ...], called: tuple[tuple[str, ...], ...] = (), un
 
 
 @pytest.mark.parametrize(
-    ("ways", "location"),
-    [((RETURN,), RETURN), ((GUARD, RETURN), CRITIC), ((), CRITIC)],
+    ("ways", "first_around", "location"),
+    [
+        ((RETURN,), {}, RETURN),
+        ((RETURN,), {RETURN: HALVES}, HALVES),
+        ((GUARD, RETURN), {RETURN: HALVES}, CRITIC),
+        ((), {}, CRITIC),
+    ],
 )
-def test_a_skipped_pass_is_blamed_on_the_only_line_that_leads_around_it(ways: tuple[str, ...], location: str) -> None:
+def test_a_skipped_pass_is_blamed_on_the_only_line_that_leads_around_it(
+    ways: tuple[str, ...], first_around: dict[str, str], location: str
+) -> None:
     whole, short = (GENERATOR, CRITIC), (GENERATOR,)
     waits = batches((2,), (2,), called=(whole, whole), under_way=True)
-    waits = replace(waits, led_around={GENERATOR: (GUARD,), CRITIC: ways})
+    waits = replace(waits, led_around={GENERATOR: (GUARD,), CRITIC: ways}, first_around=first_around)
     left = batches((2,), (1,), called=(whole, short))
     finding = first(stepping(waits, left))
     assert (finding.rule, finding.ranks, finding.confidence) == ("skipped-step", (1,), LIKELY)

@@ -693,3 +693,15 @@ def test_a_process_of_the_users_own_is_no_worker_of_a_loader() -> None:
     exited = (EndedProcess(pid=9, exit_code=1),)
     ranks = tuple(replace(one, machine=replace(one.machine, ended=exited if one.rank == 2 else ())) for one in ranks)
     assert "in what it runs" in first(replace(facts, ranks=ranks)).remedy
+
+
+@pytest.mark.parametrize("lines", [(), (27,), (27, 40)])
+def test_a_line_of_the_job_that_stops_processes_is_told_of_a_stopped_one(lines: tuple[int, ...]) -> None:
+    places = tuple(f"/home/me/project/governor.py:{line} in main" for line in lines)
+    ranks = (GLOO.waiting(rank, seq=61) for rank in (0, 1, 3))
+    finding = first(job(*ranks, witnessed=(process(2, "stopped", stopping_at=places),)))
+    assert (finding.rule, finding.ranks) == ("stopped-process", (2,))
+    assert finding.location == (places[0] if len(places) == 1 else "")
+    listed = ", ".join(f"governor.py:{line} in main" for line in lines)
+    assert finding.summary.endswith(f" This job's own code stops processes at {listed}.") == bool(lines)
+    assert ("continues them." in finding.remedy) == bool(lines)

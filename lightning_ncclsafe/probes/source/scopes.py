@@ -143,6 +143,11 @@ class Scope:
         lines = {branch.line for branch in branches if branch.jump or branch.on in _CONDITIONS}
         return tuple(map(self.place, sorted(lines)))
 
+    def first_around(self, line: int) -> tuple[tuple[str, str], ...]:
+        """Jumps before it whose condition is to be looked at first, each with the line of that."""
+        branches = (branch for branch in self.branches_around(line) if branch.first_line != branch.line)
+        return tuple((self.place(branch.line), self.place(branch.first_line)) for branch in branches)
+
     def conditions_around(self, line: int) -> tuple[str, ...]:
         """The conditions among these branches; they are reported beside the line, jumps at a line of their own."""
         branches = self.branches_around(line)

@@ -7,11 +7,13 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
 from types import CodeType
-from typing import Any
+from typing import Any, TypeVar
 
 from lightning_ncclsafe.code.libraries import TRAINING_LOOPS
 from lightning_ncclsafe.probes.process.stacks import is_user_code
 from lightning_ncclsafe.probes.source.scopes import MOST_PLACES, Scope, first_places, scope_of
+
+T = TypeVar("T")
 
 MOST_RUNS = 64
 """The most runs that are kept."""
@@ -102,6 +104,7 @@ class BatchPasses:
             "conditions_around": first_places(
                 place for call in newest for place in _led_around(call, Scope.conditions_around)
             ),
+            "first_around": dict(pair for call in newest for pair in _led_around(call, Scope.first_around)),
             "handlers_around": first_places(
                 place for call in newest if not ways[call] for place in _led_around(call, Scope.handlers_around)
             ),
@@ -130,7 +133,7 @@ def _place(call: Call) -> str:
     return f"{call[0][0].co_filename}:{call[0][1]} in {call[0][0].co_name}" if call else ""
 
 
-def _led_around(call: Call, asked: Callable[[Scope, int], tuple[str, ...]]) -> tuple[str, ...]:
+def _led_around(call: Call, asked: Callable[[Scope, int], tuple[T, ...]]) -> tuple[T, ...]:
     return tuple(way for code, line in call for way in asked(scope_of(code), line))[:MOST_PLACES]
 
 

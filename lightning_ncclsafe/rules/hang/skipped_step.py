@@ -242,12 +242,17 @@ def _counts_finding(view: Timeline, counts: DifferentCounts) -> Finding:
     places = ways or accumulates or view.facts[ranks[0]].steps.passes_at
     # A condition is around the pass, whose line is named; a jump has its own line.
     is_around = len(ways) == 1 and any(ways[0] in facts.steps.conditions_around for facts in view.facts.values())
+    first_at = {jump: at for facts in view.facts.values() for jump, at in facts.steps.first_around.items()}
     return finding(
         view,
         ranks,
         text,
         confidence=Confidence.LIKELY if counts.are_exchanged else Confidence.POSSIBLE,
-        location=places[0] if len(places) == 1 and not is_around else counts.skipped_at or counts.called_at,
+        location=(
+            first_at.get(places[0], places[0])
+            if len(places) == 1 and not is_around
+            else counts.skipped_at or counts.called_at
+        ),
         decided_at=ways[0] if is_around else "",
         evidence=(
             Evidence(source="steps", text=f"{capitalised(counts.what)} in {counts.at}: {counts.words}."),
