@@ -98,6 +98,8 @@ class RankFacts:
         awaited_processes: The child process that its main thread waits for, and those that this one has started.
         awaited_file: What its main thread reads from or writes to, according to the kernel: a path, ``"pipe:[4711]"``;
             empty if it does neither, or that is unknown.
+        own_path_at: ``"file:line in function"`` of the value which each process has for itself, and of which the path
+            is made that a loop of its main thread waits for; empty if that is not so, or unknown.
         file_lock: The lock on a file that its main thread waits for; None if it waits for none.
         thread_lock: The thread lock that its main thread waits for; None if none is known.
         awaited_thread: The thread of its process that its main thread waits for; None if none is known.
@@ -144,6 +146,7 @@ class RankFacts:
     workers: tuple[ProcessFacts, ...] = ()
     awaited_processes: tuple[ChildProcess, ...] = ()
     awaited_file: str = ""
+    own_path_at: str = ""
     file_lock: FileLockFacts | None = None
     thread_lock: ThreadLockFacts | None = None
     awaited_thread: AwaitedThread | None = None

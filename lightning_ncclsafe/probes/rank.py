@@ -36,6 +36,7 @@ from lightning_ncclsafe.probes.process import (
     flight_recorder,
     lock_waits,
     outside_waits,
+    polled_path,
     stacks,
     thread_waits,
     traceback_signal,
@@ -74,6 +75,8 @@ _SEARCHED = {
     "set_at": "trainer",
     "timeouts_at": "steps",
     "new_groups_at": "steps",
+    "unordered_groups_at": "steps",
+    "left_open_at": "file_lock",
 }
 # What is read one after the other belongs together only if the rank has not continued meanwhile: otherwise its stack
 # shows a call that its recorder does not have. A rank that is at work continues again and again.
@@ -244,6 +247,7 @@ class RankProbe:
             "file_lock": lock_waits.waited_for,
             "held_locks": lock_waits.held,
             "awaited_file": outside_waits.awaited_file,
+            "own_path_at": polled_path.own_path_at,
             "awaited_processes": outside_waits.waited_for,
             "workers": self._workers,
             "storage": self._trainer.storage,
@@ -254,6 +258,8 @@ class RankProbe:
             "set_at": self._trainer.set_at,
             "timeouts_at": lambda: self._steps.timeouts_at() if self._steps else None,
             "new_groups_at": lambda: self._steps.new_groups_at() if self._steps else None,
+            "unordered_groups_at": lambda: self._steps.unordered_groups_at() if self._steps else None,
+            "left_open_at": lock_waits.transactions_left_open,
             "data_ends_at": self._trainer.data_ends_at,
             "exit_calls": lambda: exit_calls() if _has_ended(machine, parts.get("peers"), error) else None,
         }

@@ -607,6 +607,29 @@ def test_a_cold_cache_is_that_of_a_host() -> None:
     assert "cold" not in found(scene)["compile-skew"].summary
 
 
+@pytest.mark.parametrize(
+    ("places", "same_members", "is_located"),
+    [((45,), True, True), ((45, 51), True, False), ((45,), False, False)],
+)
+def test_groups_of_the_same_members_are_numbered_where_a_set_is_gone_through(
+    places: tuple[int, ...], same_members: bool, is_located: bool
+) -> None:
+    """Groups of different members cannot be taken for each other."""
+    scene = scenes.groups_in_another_order(GLOO)
+    steps = StepFacts(unordered_groups_at=tuple(f"{USER_FILE}:{line} in __init__" for line in places))
+    ranks = tuple(replace(facts, steps=steps) for facts in scene.ranks)
+    if not same_members:
+        smaller = {"1": (0, 1), "2": (0, 1, 2)}
+        ranks = tuple(
+            replace(facts, groups=tuple(replace(one, ranks=smaller.get(one.name, one.ranks)) for one in facts.groups))
+            for facts in ranks
+        )
+    finding = judge(replace(scene, ranks=ranks)).findings[0]
+    assert finding.rule == "crossed-groups"
+    assert (finding.location == f"{USER_FILE}:45 in __init__") == is_located
+    assert ("The groups are created at train.py:45 in __init__, in a loop that " in finding.summary) == is_located
+
+
 def test_no_circle_where_the_last_one_works() -> None:
     """Rank 0 waits for 1, which waits in another group for 2, and that one is slow: it alone is behind."""
     scene = scenes.groups_in_another_order(GLOO)

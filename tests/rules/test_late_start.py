@@ -55,6 +55,21 @@ def first(facts: JobFacts) -> Finding:
     return finding
 
 
+@pytest.mark.parametrize("waits_there", [True, False])
+def test_a_path_of_its_own_is_why_a_rank_waits_for_it(waits_there: bool) -> None:
+    scene = scenes.late_in_setup(GLOO)
+    made_at = "/home/me/project/cache.py:28 in __init__"
+    loop = replace(scene.ranks[0].stack[-1], line=38, function="wait", code="time.sleep(poll)")
+    stack = (*scene.ranks[0].stack[:-1], *((loop,) if waits_there else ()))
+    culprit = replace(scene.ranks[0], stack=stack, own_path_at=made_at)
+    finding = judge(replace(scene, ranks=(culprit, *scene.ranks[1:]))).findings[0]
+    assert (finding.rule, finding.ranks) == ("late-at-init", (0,))
+    assert (finding.location == made_at) == waits_there
+    made = "made of a value which each process has for itself, at cache.py:28 in __init__."
+    assert finding.summary.endswith(f" Rank 0 waits there for a path that is {made}") == waits_there
+    assert ("broadcast" in finding.remedy) == waits_there
+
+
 GROWING = process(
     0,
     "running",

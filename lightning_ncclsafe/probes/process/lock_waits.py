@@ -58,12 +58,11 @@ def waited_for() -> FileLockFacts | None:
     lock = _awaited()
     if lock is None:
         return None
-    is_on_network = is_network_filesystem(filesystem_of(os.path.realpath(lock.path)))
-    return replace(lock, is_on_network=is_on_network, left_open_at=_left_open_at())
+    return replace(lock, is_on_network=is_network_filesystem(filesystem_of(os.path.realpath(lock.path))))
 
 
-def _left_open_at() -> tuple[str, ...]:
-    """If the main thread waits for a database, the user's functions that may have left it locked."""
+def transactions_left_open() -> tuple[str, ...]:
+    """If the main thread waits for a database, the user's changes that may have left it locked; reads source files."""
     frames = [(frame.f_code, frame.f_lineno or 0) for frame in main_thread_frames()]
     code, line = frames[0]
     if not runs_sql(scope_of(code), line):

@@ -23,8 +23,17 @@ from lightning_ncclsafe.probes.process.stacks import (
     main_thread_frames,
     main_thread_stack,
 )
-from lightning_ncclsafe.probes.source.scopes import MOST_PLACES, Scope, first_places, places_in, scope_of, scopes_in
-from lightning_ncclsafe.probes.source.syntax import is_constant
+from lightning_ncclsafe.probes.source.scopes import (
+    MOST_PLACES,
+    Scope,
+    first_places,
+    places_in,
+    scope_of,
+    scopes_in,
+    user_modules,
+)
+from lightning_ncclsafe.probes.source.syntax import file_of, is_constant
+from lightning_ncclsafe.probes.source.unordered import calls_in_own_order
 from lightning_ncclsafe.probes.trainer import awaited_works, gradients, logged_keys
 from lightning_ncclsafe.probes.trainer.passes import Batch, BatchPasses
 from lightning_ncclsafe.probes.trainer.state import epoch_is_over
@@ -136,7 +145,7 @@ class StepRecord:
         self.failed_save = self._unsaved = None
 
     def facts(self, *, error: str = "") -> StepFacts:
-        """The facts now, without ``timeouts_at`` and ``new_groups_at``; for another thread, as it reads source files.
+        """The facts now, without those that have methods of their own; for another thread, as it reads source files.
 
         Args:
             error: Text of the exception that this rank raised, if any.
@@ -207,6 +216,12 @@ class StepRecord:
     def new_groups_at(self) -> tuple[str, ...]:
         """The calls of ``new_group`` that all ranks have to make; none while there is only the default group."""
         return _new_groups_of_all(logged_keys.users_of(self._trainer)) if process_groups.groups_made() > 1 else ()
+
+    def unordered_groups_at(self) -> tuple[str, ...]:
+        """The calls of ``new_group`` in a loop that each process goes through in an order of its own."""
+        if process_groups.groups_made() <= 1:
+            return ()
+        return calls_in_own_order(["new_group"], filter(None, map(file_of, user_modules())))
 
     def _skipped_until(self, pending: int, error: str) -> tuple[int, Batch]:
         """The number of batches without a backward pass, and the last of them; the current batch is still unknown."""

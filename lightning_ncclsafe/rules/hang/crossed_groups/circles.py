@@ -24,9 +24,11 @@ from lightning_ncclsafe.rules.kit import (
     group_words,
     in_own_call,
     is_of_fsdp,
+    joined,
     peer_waited_for,
     ranks_words,
     send_recv_pairs,
+    short_place,
     skipped_call,
     unit_of,
     wait_words,
@@ -99,15 +101,27 @@ def _finding(view: Timeline, circle: dict[int, tuple[str, int]]) -> Finding:
     is_seen = all(name or view.facts[rank].steps.peer >= 0 for rank, (name, _) in circle.items())
     # NCCL's sends and receives return at once: that a rank waits for one is concluded from its line.
     is_certain = is_seen and all(waits_in_one_group(view.facts[rank]) for rank in circle) and not is_decided
+    created_at = "" if is_decided else _created_in_own_order(view, circle)
+    created = (
+        f"The groups are created at {short_place(created_at)}, in a loop that each process may go through in an order "
+        f"of its own."
+    )
     return finding(
         view,
         ranks,
-        f"{_listed(hops)}: they wait for each other in a circle{why}.",
+        joined((f"{_listed(hops)}: they wait for each other in a circle{why}.", created if created_at else "")),
         confidence=Confidence.CERTAIN if is_certain else Confidence.LIKELY,
         # That FSDP gathers a model where the user's code runs it is usual.
-        location=call_location(view, sorted(callers, key=lambda rank: _is_of_model(view, rank))),
+        location=created_at or call_location(view, sorted(callers, key=lambda rank: _is_of_model(view, rank))),
         evidence=(*_evidence(view, circle), *condition_evidence(view, circle), *where_evidence(view, circle)),
     )
+
+
+def _created_in_own_order(view: Timeline, circle: dict[int, tuple[str, int]]) -> str:
+    """The only line that may number groups of the same members differently in each process; empty if there is none."""
+    members = {view.groups_by_name[name].members for name, _ in circle.values() if name}
+    places = {place for facts in view.facts.values() for place in facts.steps.unordered_groups_at}
+    return places.pop() if len(members) == len(places) == 1 else ""
 
 
 def _listed(hops: Sequence[str]) -> str:
