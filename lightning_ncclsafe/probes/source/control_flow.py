@@ -5,7 +5,7 @@ It parses the source and executes nothing.
 
 import ast
 import itertools
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from copy import copy
 from dataclasses import replace
@@ -13,6 +13,7 @@ from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from lightning_ncclsafe.facts import ELSE, PAST, Branch, Decides
+from lightning_ncclsafe.probes.source.common_conditions import CommonConditions
 from lightning_ncclsafe.probes.source.handlers import Handler, handled_at, managers_in, name_called, suppresses
 from lightning_ncclsafe.probes.source.rank_names import (
     RANK_WORDS,
@@ -20,39 +21,22 @@ from lightning_ncclsafe.probes.source.rank_names import (
     given_beside_none,
     may_be_none,
     names_of_rank,
-    names_set,
 )
 from lightning_ncclsafe.probes.source.syntax import (
     COMPREHENSIONS,
     FUNCTIONS,
     LOOPS,
     TRY_STATEMENTS,
+    calls_within,
     first_line,
     inside,
+    is_any_constant,
     last_line,
-    name_of,
     parsed,
     source_text,
-    statements_in,
     without_comment,
 )
 
-# Counters that are equal on all ranks, so that conditions on them are, too.
-_COUNTED = frozenset(
-    ("batch_idx", "batch_index", "dataloader_idx", "current_epoch", "epoch", "global_step", "sanity_checking", "stage")
-)
-# What a Trainer runs is equal on all ranks, too: ``trainer.validating``, ``trainer.state.fn``.
-_OF_TRAINER = frozenset(("validating", "testing", "predicting", "evaluating"))
-# What has them: that a file keeps it is no reason why they should differ.
-_COUNTING = frozenset(("trainer", "pl_module", "module", "model"))
-# What all ranks of one job have in common: whether there are several, and what their machines can do.
-_ASKED_OF_JOB = frozenset(("is_initialized", "is_available", "is_torchelastic_launched", "get_world_size"))
-_MODULES = frozenset(("dist", "distributed", "c10d", "cuda"))
-# Methods that give the parts of a model, alone or with their names, and what a model is called: all ranks have the same
-# parts, of the same names and classes.
-_MODELS = frozenset(("model", "module", "net", "network", "pl_module", "lightning_module", "self"))
-_PARTS = frozenset(("parameters", "modules"))
-_NAMED_PARTS = frozenset(("named_parameters", "named_modules", "named_children", "named_buffers", "state_dict"))
 _MOST_BRANCHES = 8
 _MOST_CHARACTERS = 120
 _MOST_NAMES = 32
@@ -92,20 +76,6 @@ class _Arm(NamedTuple):
     is_tried: bool = False
     is_condition: bool = False
     is_function: bool = False
-
-
-class _PartsLoop(NamedTuple):
-    """A loop over a model's parts, such as its parameters.
-
-    Attributes:
-        lines: The lines of its body.
-        name: The variable that it gives the name of a part; empty if it gives none.
-        part: The variable that it gives a part.
-    """
-
-    lines: range
-    name: str
-    part: str
 
 
 @lru_cache(maxsize=64)
@@ -162,8 +132,8 @@ class ControlFlow:
         return Around(tuple(branches[-_MOST_BRANCHES:]), rank_condition, handler or "")
 
     @cached_property
-    def _state(self) -> frozenset[str]:
-        return _state_of(self._body)
+    def _common(self) -> CommonConditions:
+        return CommonConditions(self._body)
 
     @cached_property
     def _managers(self) -> dict[str, Handler]:
@@ -260,19 +230,19 @@ class ControlFlow:
         for node in inside(whole):
             if isinstance(node, (ast.IfExp, ast.BoolOp)):
                 yield from self._in_condition(node, whole)
-            elif isinstance(node, COMPREHENSIONS) and _calls(node) and not _is_counted(node.generators[0].iter):
+            elif isinstance(node, COMPREHENSIONS) and calls_within(node) and not _is_counted(node.generators[0].iter):
                 loop = node.generators[0]
                 code = f"for {ast.unparse(loop.target)} in {ast.unparse(loop.iter)}"
                 yield _branch(node.lineno, Decides.PASSES, last_line(node), code)
 
     def _in_condition(self, node: ast.IfExp | ast.BoolOp, whole: ast.AST) -> Iterator[Branch]:
         if isinstance(node, ast.IfExp):
-            test, arms = node.test, {"": _calls(node.body), ELSE: _calls(node.orelse)}
+            test, arms = node.test, {"": calls_within(node.body), ELSE: calls_within(node.orelse)}
         else:
             test, without = node.values[0], "" if isinstance(node.op, ast.And) else ELSE
-            arms = {without: [call for value in node.values[1:] for call in _calls(value)]}
+            arms = {without: [call for value in node.values[1:] for call in calls_within(value)]}
         calling = [without for without, calls in arms.items() if calls]
-        others = len(_calls(whole)) - len(_calls(test)) - sum(map(len, arms.values()))
+        others = len(calls_within(whole)) - len(calls_within(test)) - sum(map(len, arms.values()))
         decides = self._decides(test)
         # The line does not show which of several calls on it runs.
         if calling and (decides is not Decides.RANK or (len(calling) == 1 and not others)):
@@ -314,7 +284,7 @@ class ControlFlow:
 
     def _passes(self, statement: ast.For | ast.AsyncFor | ast.While) -> Branch | None:
         """The number of passes of a loop as a branch; None if that number is a constant in the source."""
-        is_alike = _is_constant(statement.test) if isinstance(statement, ast.While) else _is_counted(statement.iter)
+        is_alike = is_any_constant(statement.test) if isinstance(statement, ast.While) else _is_counted(statement.iter)
         return None if is_alike else self._head(statement.lineno, Decides.PASSES, statement.body)
 
     def _decides(self, test: ast.expr, *, is_past: bool = False) -> Decides:
@@ -324,29 +294,7 @@ class ControlFlow:
         """
         if self._names_of_rank().decides(test, is_past=is_past):
             return Decides.RANK
-        return Decides.COMMON if self._is_common(test) else Decides.VALUE
-
-    def _is_common(self, test: ast.expr) -> bool:
-        """Whether all ranks find the same, as far as its names show."""
-        if isinstance(test, ast.BoolOp):
-            return all(map(self._is_common, test.values))
-        if isinstance(test, ast.UnaryOp):
-            return self._is_common(test.operand)
-        is_alike = _is_constant(test) or _is_of_job(test) or _is_of_trainer(test)
-        return is_alike or _is_counter(test, self._state) or self._is_of_part(test)
-
-    def _is_of_part(self, test: ast.expr) -> bool:
-        """Whether a condition in a loop over a model's parts is on the name, class or dimensions of a part alone."""
-        around = [loop for loop in self._loops_over_parts if test.lineno in loop.lines]
-        names = {loop.name for loop in around if loop.name}
-        return _asks_only(test, names, {loop.part for loop in around})
-
-    @cached_property
-    def _loops_over_parts(self) -> list[_PartsLoop]:
-        has_any = any(f"{name}(" in line for line in self._lines for name in (*_PARTS, *_NAMED_PARTS))
-        nodes = (node for statement in self._body if has_any for node in ast.walk(statement))
-        loops = (_parts_loop(node) for node in nodes if isinstance(node, ast.For))
-        return [loop for loop in loops if loop is not None]
+        return Decides.COMMON if self._common.has(test) else Decides.VALUE
 
     def _head(self, line: int, on: Decides, block: _Block, without: str = "") -> Branch:
         """The branch at a line that decides whether a block runs."""
@@ -364,122 +312,13 @@ def _of_all(around: tuple[Branch, ...]) -> Decides:
     return Decides.EXCEPTION if any(branch.on is Decides.EXCEPTION for branch in around) else Decides.VALUE
 
 
-def _is_of_job(test: ast.expr) -> bool:
-    """Whether a condition is on nothing but what all ranks of a job have in common."""
-    if isinstance(test, ast.BoolOp):
-        return all(map(_is_of_job, test.values))
-    if isinstance(test, ast.UnaryOp):
-        return _is_of_job(test.operand)
-    if isinstance(test, ast.Compare):
-        sides = (test.left, *test.comparators)
-        return any(map(_is_of_job, sides)) and all(_is_of_job(side) or _is_constant(side) for side in sides)
-    if not isinstance(test, ast.Call):
-        return name_of(test) == "world_size"
-    # Members of a group know another size than other ranks, and a model may keep for itself whether it is initialized.
-    is_plain = not test.args and not test.keywords
-    is_of_module = name_of(test.func.value) in _MODULES if isinstance(test.func, ast.Attribute) else True
-    return is_plain and is_of_module and name_of(test.func) in _ASKED_OF_JOB
-
-
-def _parts_loop(loop: ast.For) -> _PartsLoop | None:
-    """The loop, if it goes through a model's parts and nothing else, and if nothing in it sets its variables anew."""
-    items = loop.iter
-    if _called(items) == "items" and isinstance(items, ast.Call) and isinstance(items.func, ast.Attribute):
-        items = items.func.value
-    called = _called(items)
-    asked = items.func.value if isinstance(items, ast.Call) and isinstance(items.func, ast.Attribute) else None
-    if asked is None or name_of(asked) not in _MODELS or (called == "state_dict") is (items is loop.iter):
-        return None
-    targets = loop.target.elts if isinstance(loop.target, ast.Tuple) else [loop.target]
-    variables = [_id(one) or "" for one in targets]
-    if not all(variables) or len(variables) != (called in _NAMED_PARTS) + 1 or called not in (_PARTS | _NAMED_PARTS):
-        return None
-    nodes = (node for statement in loop.body for node in ast.walk(statement))
-    set_anew = {name for node in nodes for name in names_set(node)}
-    lines = range(first_line(loop.body[0]), last_line(loop.body[-1]) + 1)
-    name, part = variables if len(variables) > 1 else ("", *variables)
-    return _PartsLoop(lines, name, part) if set_anew.isdisjoint(variables) else None
-
-
-def _called(value: ast.expr) -> str:
-    return name_of(value.func) if isinstance(value, ast.Call) else ""
-
-
-def _asks_only(test: ast.expr, names: Collection[str], parts: Collection[str]) -> bool:
-    """Whether a condition asks what all ranks answer alike of a name or part of a model, and nothing else."""
-    if isinstance(test, ast.Compare):
-        sides = (test.left, *test.comparators)
-        others = [side for side in sides if not (_id(side) in names or _has_dimensions(side, parts))]
-        return len(others) < len(sides) and all(map(_is_constant, others))
-    if not isinstance(test, ast.Call) or not test.args:
-        return False
-    if _id(test.func) == "isinstance":
-        return _id(test.args[0]) in parts and len(test.args) > 1 and _is_class(test.args[1])
-    if not isinstance(test.func, ast.Attribute) or _id(test.func.value) not in names:
-        return False
-    return test.func.attr in ("startswith", "endswith") and all(map(_is_constant, test.args))
-
-
-def _is_class(value: ast.expr) -> bool:
-    """Whether it is written as a class, or several: ``nn.Linear``."""
-    if isinstance(value, ast.Tuple):
-        return all(map(_is_class, value.elts))
-    is_plain = isinstance(value, (ast.Name, ast.Attribute)) and not ast.unparse(value).startswith("self.")
-    return is_plain and name_of(value)[:1].isupper()
-
-
-def _has_dimensions(value: ast.expr, parts: Collection[str]) -> bool:
-    """Whether it is the number of dimensions of a part: ``p.ndim`` or ``p.dim()``."""
-    attribute = value.func if isinstance(value, ast.Call) else value
-    return isinstance(attribute, ast.Attribute) and attribute.attr in ("ndim", "dim") and _id(attribute.value) in parts
-
-
-def _is_of_trainer(test: ast.expr) -> bool:
-    """Whether a condition is on what the Trainer runs: ``trainer.testing``, ``trainer.state.fn == "fit"``."""
-    if isinstance(test, ast.Compare):
-        return _is_function_of_trainer(test.left) and all(map(_is_constant, test.comparators))
-    return isinstance(test, ast.Attribute) and test.attr in _OF_TRAINER and name_of(test.value) == "trainer"
-
-
-def _is_function_of_trainer(value: ast.expr) -> bool:
-    """Whether it is ``trainer.state.fn``."""
-    state = value.value if isinstance(value, ast.Attribute) and value.attr == "fn" else None
-    return isinstance(state, ast.Attribute) and state.attr == "state" and name_of(state.value) == "trainer"
-
-
-def _id(value: ast.expr) -> str | None:
-    return value.id if isinstance(value, ast.Name) else None
-
-
-def _is_counter(test: ast.expr, state: frozenset[str]) -> bool:
-    """Whether a condition is on a counter, and on nothing that may differ: settings do not, but state may."""
-    named = {name_of(node) for node in ast.walk(test) if isinstance(node, (ast.Name, ast.Attribute))}
-    return not _calls(test) and not named.isdisjoint(_COUNTED) and named.isdisjoint(state - _COUNTED - _COUNTING)
-
-
-def _state_of(body: _Block) -> frozenset[str]:
-    """The attributes that a file sets outside of ``__init__``."""
-    functions = (one for one in statements_in(body) if isinstance(one, FUNCTIONS))
-    nodes = (node for one in functions if one.name != "__init__" for node in ast.walk(one))
-    set_in = (node for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store))
-    return frozenset(node.attr for node in set_in)
-
-
 def _is_counted(items: ast.expr) -> bool:
     """Whether a loop has the same number of passes on all ranks: the number is a constant in the source."""
     if isinstance(items, ast.Call) and isinstance(items.func, ast.Name) and items.func.id == "range":
-        return all(map(_is_constant, items.args))
+        return all(map(is_any_constant, items.args))
     if isinstance(items, (ast.Tuple, ast.List)):
         return not any(isinstance(item, ast.Starred) for item in items.elts)
-    return _is_constant(items)
-
-
-def _is_constant(value: ast.expr) -> bool:
-    return isinstance(value, ast.Constant)
-
-
-def _calls(node: ast.AST) -> list[ast.Call]:
-    return [inner for inner in inside(node) if isinstance(inner, ast.Call)]
+    return is_any_constant(items)
 
 
 def _is_within(block: _Block, line: int) -> bool:

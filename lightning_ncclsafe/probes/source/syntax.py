@@ -100,6 +100,11 @@ def inside(node: ast.AST) -> Iterator[ast.AST]:
             yield from inside(child)
 
 
+def calls_within(node: ast.AST) -> list[ast.Call]:
+    """The calls in a node, except in lambdas, which are only defined there."""
+    return [inner for inner in inside(node) if isinstance(inner, ast.Call)]
+
+
 def name_of(node: ast.expr) -> str:
     """The name of a variable or attribute; empty for any other expression."""
     return getattr(node, "attr", "") or getattr(node, "id", "")
@@ -127,6 +132,11 @@ def is_of_self(node: ast.AST | None) -> TypeGuard[ast.Attribute]:
 def is_constant(node: ast.expr, value: bool | None) -> bool:
     """Whether it is this constant."""
     return isinstance(node, ast.Constant) and node.value is value
+
+
+def is_any_constant(node: ast.expr) -> bool:
+    """Whether it is a constant, whichever."""
+    return isinstance(node, ast.Constant)
 
 
 def is_zero(node: ast.expr) -> bool:
