@@ -268,7 +268,6 @@ NOT_FOR_RANKS = {
     "inspecting.inspected_ranks.InspectedRanks.look_until_clear": "in a process that is no rank",
     "inspecting.layouts._layout": "in a process that is no rank",
     "inspecting.layouts._learned": "in a process that is no rank",
-    "inspecting.recorders._through_pipe": "in a process that is no rank",
     "loggers.delivery.Delivery.wait_until": ASIDE,
     "loggers.intake.Intake.put": LOGGER,
     "loggers.intake.Intake.take_media": ASIDE,

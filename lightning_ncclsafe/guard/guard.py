@@ -16,7 +16,7 @@ from lightning_ncclsafe.errors import CollectiveTimeoutError
 from lightning_ncclsafe.exchange import Exchange, ExchangeError, comes_first, poll_interval_s
 from lightning_ncclsafe.facts import NotRecorded, Phase, codec
 from lightning_ncclsafe.facts.phase_kinds import PhaseKind
-from lightning_ncclsafe.guard.ended_run import EndedRun, Save
+from lightning_ncclsafe.guard.after_verdict import AfterVerdict, Save
 from lightning_ncclsafe.guard.ending import Ending
 from lightning_ncclsafe.guard.leaving import Leaving
 from lightning_ncclsafe.guard.local_ranks import LocalRanks
@@ -59,7 +59,7 @@ class Guard:
         write_logs: Writes what loggers were given to storage, within the seconds that it is given, before this process
             exits.
         before_exit: Called last before this process exits.
-        save: Saves the state of a run that ends; see :data:`~lightning_ncclsafe.guard.ended_run.Save`.
+        save: Saves the state of a run that ends; see :data:`~lightning_ncclsafe.guard.after_verdict.Save`.
         phase_kind: What kind of phase the Trainer is in, and the index of its batch; costs next to nothing.
         on_tick: Called at the watchdog's pace on its thread, once ranks have joined; it must be quick and not raise.
         incidents: Numbers of the incidents of this process; None for its first call.
@@ -100,15 +100,15 @@ class Guard:
         self._rank_hosts = RankHosts(
             rank=place.rank, world_size=place.world_size, host=probe.info.host, launch=launch_words()
         )
-        ended_run = EndedRun(own, write_logs=write_logs, before_exit=before_exit, save=save)
-        self._detector = StuckDetector(own, self._local_ranks, ended_run.end)
+        after_verdict = AfterVerdict(own, write_logs=write_logs, before_exit=before_exit, save=save)
+        self._detector = StuckDetector(own, self._local_ranks, after_verdict.end)
         self._participation = Participation(
             own,
             local_ranks=self._local_ranks,
             rank_hosts=self._rank_hosts,
             detector=self._detector,
             reporter=Reporter(report_dir, limits, say),
-            ended_run=ended_run,
+            after_verdict=after_verdict,
         )
         self._watchdog = Watchdog(
             position=probe.position,
@@ -116,7 +116,7 @@ class Guard:
             on_failure=self._switch_off,
             poll_s=poll_interval_s(place.world_size, least_s=_POLL_S, polls_per_s=_POLLS_PER_S),
         )
-        self._leaving = Leaving(own, ended_run, self._watchdog.wake)
+        self._leaving = Leaving(own, after_verdict, self._watchdog.wake)
 
     # What the strategy calls, on the main thread.
 

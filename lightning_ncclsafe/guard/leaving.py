@@ -19,7 +19,7 @@ from lightning_ncclsafe.errors import (
 )
 from lightning_ncclsafe.exchange import Exchange, ExchangeError, poll_interval_s, wait_for, wait_for_keys
 from lightning_ncclsafe.facts import Phase
-from lightning_ncclsafe.guard.ended_run import EndedRun
+from lightning_ncclsafe.guard.after_verdict import AfterVerdict
 from lightning_ncclsafe.guard.ending import say_goodbye, wait_for_others
 from lightning_ncclsafe.guard.gathering import report_deadline_s, share_last_facts
 from lightning_ncclsafe.guard.shared import GuardedRank
@@ -36,9 +36,9 @@ _FINISH_POLL_S, _FINISH_POLLS_PER_S = 0.01, 5000.0
 class Leaving:
     """What one rank does on its main thread when the Trainer's function has raised or returned."""
 
-    def __init__(self, own: GuardedRank, ended_run: EndedRun, wake_watchdog: Callable[[], None]) -> None:
+    def __init__(self, own: GuardedRank, after_verdict: AfterVerdict, wake_watchdog: Callable[[], None]) -> None:
         self._own = own
-        self._ended_run = ended_run
+        self._after_verdict = after_verdict
         self._wake_watchdog = wake_watchdog
 
     @marked(Mark.STORE)
@@ -65,12 +65,12 @@ class Leaving:
             _wait_undisturbed(state.exception_is_reported, 2 * report_deadline_s(self._own.place.world_size))
         state.main_thread_left.set()
         if not _is_success(error) and not isinstance(error, KeyboardInterrupt):
-            self._ended_run.save(raised=not is_consequence and not is_orderly(error))
+            self._after_verdict.save(raised=not is_consequence and not is_orderly(error))
         if not self._is_explained(is_consequence):
             if _is_success(error):
                 self._leave_with_success(error)
             return None
-        self._ended_run.leave()
+        self._after_verdict.leave()
         self._own.ending.exit_after_main_thread()
         return state.error()
 
@@ -102,7 +102,7 @@ class Leaving:
             if stores.hosts_store(rank) and not self._own.state.ends_run:
                 wait_for_others(exchange, rank, world_size)
         if self._own.state.ends_run:
-            self._ended_run.leave()
+            self._after_verdict.leave()
             raise self._own.state.error()
 
     def _leaves_at_the_end(self, error: BaseException) -> bool:

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from lightning_ncclsafe.exchange import ExchangeError
 from lightning_ncclsafe.facts import Incident, IncidentKind, JobFacts, RankFacts
-from lightning_ncclsafe.guard.ended_run import EndedRun
+from lightning_ncclsafe.guard.after_verdict import AfterVerdict
 from lightning_ncclsafe.guard.ending import AT_LIMIT_S
 from lightning_ncclsafe.guard.gathering import Gathering
 from lightning_ncclsafe.guard.local_ranks import LocalRanks
@@ -32,14 +32,14 @@ class Participation:
         rank_hosts: RankHosts,
         detector: StuckDetector,
         reporter: Reporter,
-        ended_run: EndedRun,
+        after_verdict: AfterVerdict,
     ) -> None:
         self._own = own
         self._local_ranks = local_ranks
         self._rank_hosts = rank_hosts
         self._detector = detector
         self._reporter = reporter
-        self._ended_run = ended_run
+        self._after_verdict = after_verdict
 
     def take_part(self, entry: IncidentEntry, idle_s: float) -> None:
         """Answers for this rank, waits for the verdict and acts on it."""
@@ -71,7 +71,7 @@ class Participation:
             state.verdict = verdict or state.verdict
             self._say_on_other_hosts(verdict)
             if state.ends_run:
-                self._ended_run.follow_verdict(incident.kind)
+                self._after_verdict.follow_verdict(incident.kind)
 
     def _close_incident(self, incident: Incident, after_s: float) -> None:
         was_reported = self._own.state.open_incident is not None and not self._own.ending.is_closed

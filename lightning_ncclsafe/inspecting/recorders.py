@@ -8,7 +8,6 @@ import os
 import socket
 import stat
 import struct
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from lightning_ncclsafe.exchange import wait_for
 from lightning_ncclsafe.facts import RankFacts
 from lightning_ncclsafe.facts.wording import capitalised, ranks_words
 from lightning_ncclsafe.inspecting.ranks import RankProcess
@@ -36,7 +36,6 @@ _HANDLERS = (("dump_nccl_trace_json", from_json), ("dump_nccl_trace_pickle", fro
 _ANSWER_S = 2.0
 # PyTorch reads its pipe once a second.
 _WRITTEN_S = 6.0
-_POLL_S = 0.1
 _MOST_BYTES = 256 * 2**20
 
 
@@ -153,12 +152,13 @@ def _through_pipe(one: RankProcess, pipe: Path, *, may_write: bool) -> dict[Any,
         os.write(descriptor, b"1\n")
     finally:
         os.close(descriptor)
-    give_up_s = time.monotonic() + _WRITTEN_S
-    while time.monotonic() < give_up_s:
-        for file in files:
-            if _written_ns(file) != before[file] and (dump := or_none(partial(_in_file, file))) is not None:
-                return dump
-        time.sleep(_POLL_S)
+
+    def written() -> dict[Any, Any] | None:
+        changed = (file for file in files if _written_ns(file) != before[file])
+        return next(filter(None, (or_none(partial(_in_file, file)) for file in changed)), None)
+
+    if dump := wait_for(written, deadline_s=_WRITTEN_S):
+        return dump
     where = " or ".join(str(file).removeprefix(f"/proc/{one.pid}/root") for file in files)
     raise _CannotAskError(f"its Flight Recorder was asked through its pipe, but has not written {where}")
 

@@ -127,7 +127,7 @@ class SavedAtEnd:
             self._begin("SIGTERM", raised=False)
 
     def save(self, cause: str, raised: bool) -> Callable[[], None]:
-        """See :data:`~lightning_ncclsafe.guard.ended_run.Save`; does nothing if no callback requests it."""
+        """See :data:`~lightning_ncclsafe.guard.after_verdict.Save`; does nothing if no callback requests it."""
         self._begin(cause or "SIGTERM", raised=raised)
         return self._saver.wait if self._saver is not None else lambda: None
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from thread_ranks import Job
 
-from lightning_ncclsafe.guard import ended_run, reporter
+from lightning_ncclsafe.guard import after_verdict, reporter
 from lightning_ncclsafe.settings import Limits, OnTimeout
 
 
@@ -23,11 +23,11 @@ def make_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
         job = Job(folder=tmp_path / "reports", limits=limits, **changes)  # type: ignore[arg-type]
         jobs.append(job)
         # Ranks that are threads never leave their process.
-        monkeypatch.setattr(ended_run, "_FAILED_LEAVE_S", 0.05)
+        monkeypatch.setattr(after_verdict, "_FAILED_LEAVE_S", 0.05)
         monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
         # It has a moment only, and where that is too short it is said.
         monkeypatch.setattr(reporter, "write_page", lambda *_: "")
-        monkeypatch.setattr(ended_run, "end_run", lambda *, rank, **_: job.end(rank))
+        monkeypatch.setattr(after_verdict, "end_run", lambda *, rank, **_: job.end(rank))
         return job
 
     yield make

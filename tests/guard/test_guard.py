@@ -14,7 +14,7 @@ from thread_ranks import HandMadeProbe, Job, wait_on_all_but
 from lightning_ncclsafe.errors import CollectiveTimeoutError
 from lightning_ncclsafe.exchange import DirectoryExchange, FallbackExchange, wait_for
 from lightning_ncclsafe.facts import Incident, IncidentKind, Phase, ProcessFacts, Progress, RankFacts
-from lightning_ncclsafe.guard import ended_run, leaving
+from lightning_ncclsafe.guard import after_verdict, leaving
 from lightning_ncclsafe.guard.guard import Guard
 from lightning_ncclsafe.guard.leaving import Leaving
 from lightning_ncclsafe.guard.shared import IncidentEntry, IncidentLog, Place
@@ -554,7 +554,7 @@ def test_a_rank_whose_run_is_ended_leaves_after_the_one_that_has_failed(
     make_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = make_job(world_size=2)
-    monkeypatch.setattr(ended_run, "_FAILED_LEAVE_S", 60.0)
+    monkeypatch.setattr(after_verdict, "_FAILED_LEAVE_S", 60.0)
     states = iter(["running", "running", "zombie"])
     asked: list[int] = []
 
@@ -576,7 +576,7 @@ def test_a_rank_that_still_waits_is_ended_after_the_one_that_has_failed(
 ) -> None:
     """Nothing has broken its wait: the process of the rank that has failed still ends, on a busy machine for long."""
     job = make_job(world_size=2)
-    monkeypatch.setattr(ended_run, "_FAILED_LEAVE_S", 60.0)
+    monkeypatch.setattr(after_verdict, "_FAILED_LEAVE_S", 60.0)
     was_asked, has_left = threading.Event(), threading.Event()
 
     def look_at(peer: RankInfo) -> ProcessFacts:
@@ -605,7 +605,7 @@ def test_a_rank_whose_wait_breaks_as_the_failed_one_leaves_is_not_ended(make_job
         return ProcessFacts(pid=peer.pid, rank=peer.rank, state="zombie")
 
     job.probes[0].peers.look_at = look_at  # type: ignore[method-assign]
-    job.guards[0]._leaving._ended_run.end()
+    job.guards[0]._leaving._after_verdict.end()
     assert state.main_thread_left.is_set()
     assert 0 not in job.ended
 

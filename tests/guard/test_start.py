@@ -17,7 +17,7 @@ from lightning_ncclsafe._torch.process_groups import GroupCalls
 from lightning_ncclsafe.exchange import DirectoryExchange, MemoryExchange
 from lightning_ncclsafe.facts import Incident, IncidentKind, NotRecorded, UnrecordedGroup, codec
 from lightning_ncclsafe.facts.findings import Diagnosis
-from lightning_ncclsafe.guard import ended_run, gathering, local_ranks
+from lightning_ncclsafe.guard import after_verdict, gathering, local_ranks
 from lightning_ncclsafe.guard import guard as guard_module
 from lightning_ncclsafe.guard.guard import Guard
 from lightning_ncclsafe.guard.reporter import Verdict
@@ -49,7 +49,7 @@ class Waiting:
         self.said: list[str] = []
         self.ended = threading.Event()
         self.ended_with: dict[str, Any] = {}
-        monkeypatch.setattr(ended_run, "end_run", lambda **how: (self.ended_with.update(how), self.ended.set()))
+        monkeypatch.setattr(after_verdict, "end_run", lambda **how: (self.ended_with.update(how), self.ended.set()))
         tracker = ActionTracker()
         trainer = TrainerProbe(SimpleNamespace(state=SimpleNamespace(stage=None)))
         self.action = tracker.action("init_process_group")

@@ -17,7 +17,7 @@ ends, and whether this rank itself has failed; returns a function that waits unt
 _FAILED_LEAVE_S = 10.0
 
 
-class EndedRun:
+class AfterVerdict:
     """Ends the run on one rank, on whichever thread notices that the run has to end.
 
     The main thread raises our error in place of the broken collective's (:meth:`leave`). If it waits and cannot raise,
