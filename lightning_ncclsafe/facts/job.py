@@ -169,6 +169,16 @@ class RankFacts:
     versions: dict[str, str] = field(default_factory=dict)
     missing: tuple[str, ...] = ()
 
+    @property
+    def raised_stack(self) -> tuple[Frame, ...]:
+        """Where the exception was raised that has left the Trainer, outermost frame first; empty if there is none."""
+        return self.exception.stack if self.exception is not None else ()
+
+    @property
+    def last_stack(self) -> tuple[Frame, ...]:
+        """The same if there is one, as only the guard's frames are left on the stack then; else the present stack."""
+        return self.raised_stack if self.exception is not None else self.stack
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Incident:

@@ -55,7 +55,7 @@ def _are_of_one_folder(paths: dict[str, str], hosts: dict[str, set[str]]) -> boo
 def _frames(facts: RankFacts) -> Iterator[Frame]:
     yield from facts.stack
     yield from facts.thread_stack
-    yield from facts.exception.stack if facts.exception is not None else ()
+    yield from facts.raised_stack
     calls = (call.stack for call in facts.collectives)
     peers = (peer.stack for peer in facts.peers)
     caught = (one.stack for one in facts.caught)

@@ -138,6 +138,5 @@ def _code(seen: Mapping[int, RankFacts], finding: Finding) -> str:
 
 
 def _frames(facts: RankFacts, location: str) -> Iterator[Frame]:
-    raised = facts.exception.stack if facts.exception is not None else ()
     of_workers = (frame for worker in facts.workers for frame in worker.stack)
-    return (frame for frame in (*facts.stack, *raised, *of_workers) if location_of(frame) == location)
+    return (frame for frame in (*facts.stack, *facts.raised_stack, *of_workers) if location_of(frame) == location)

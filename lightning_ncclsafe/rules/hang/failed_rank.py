@@ -232,8 +232,7 @@ def _line_in_worker(message: str) -> Frame | None:
 
 def _called_from(facts: RankFacts, frame: Frame) -> str:
     """The hook that Lightning called, if the error is in a function below it; else empty."""
-    stack = facts.exception.stack if facts.exception else ()
-    hook = next((item for item in inside_trainer(stack) if item.user), frame)
+    hook = next((item for item in inside_trainer(facts.raised_stack) if item.user), frame)
     return f", called from {hook.function}" if hook.function != frame.function else ""
 
 

@@ -115,7 +115,7 @@ def _is_lack(error: ExceptionFacts | CaughtException) -> bool:
 
 def _is_end_of(cut: RankFacts, other: RankFacts) -> bool:
     """Whether the stack of an exception, whose beginning a log may lack, is the end of another one's."""
-    ours, theirs = (one.exception.stack if one.exception else () for one in (cut, other))
+    ours, theirs = cut.raised_stack, other.raised_stack
     return bool(ours) and theirs[-len(ours) :] == ours
 
 

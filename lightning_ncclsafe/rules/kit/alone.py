@@ -152,7 +152,7 @@ def saving_alone(view: Timeline) -> dict[int, tuple[Frame, ...]]:
 
 def saves_outside(facts: RankFacts) -> bool:
     """Whether a rank saves a checkpoint outside of Trainer.fit and the like."""
-    return _saves((*facts.stack, *(facts.exception.stack if facts.exception is not None else ())))
+    return _saves((*facts.stack, *facts.raised_stack))
 
 
 def _saves(stack: tuple[Frame, ...]) -> bool:

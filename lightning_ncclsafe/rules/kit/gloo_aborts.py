@@ -293,7 +293,7 @@ def is_of_fsdp(facts: RankFacts) -> bool:
 
 
 def _near(facts: RankFacts) -> tuple[Frame, ...]:
-    return (facts.exception.stack if facts.exception is not None else facts.stack)[-_NEAR:]
+    return facts.last_stack[-_NEAR:]
 
 
 def aborted_words(view: Timeline, ended: Iterable[int]) -> str:

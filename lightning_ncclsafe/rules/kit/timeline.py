@@ -371,8 +371,7 @@ def stack_of(view: Timeline, rank: int) -> tuple[Frame, ...]:
     """A rank's stack, or that of its exception, or the last one of its process if that is gone; may be empty."""
     if rank not in view.facts:
         return view.witnesses[rank].stack if rank in view.witnesses else ()
-    facts = view.facts[rank]
-    return facts.exception.stack if facts.exception is not None else facts.stack
+    return view.facts[rank].last_stack
 
 
 WHY_RANKS_WAIT = Rules(Timeline)

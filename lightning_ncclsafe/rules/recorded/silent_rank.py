@@ -159,8 +159,7 @@ def _by_exceptions(view: Timeline) -> Iterator[Finding]:
     )
     if not gave_up or not silent or failed(view) or stated(view, StatementKind.UNREACHABLE):
         return
-    exception = view.facts[gave_up[0]].exception
-    stack = exception.stack if exception else ()
+    stack = view.facts[gave_up[0]].raised_stack
     frame = deepest_user_frame(stack)
     calls = stack[-1].function if stack else ""
     where = f" in {calls}{at_words(frame)}"
