@@ -98,6 +98,7 @@ class RankFacts:
         awaited_processes: The child process that its main thread waits for, and those that this one has started.
         awaited_file: What its main thread reads from or writes to, according to the kernel: a path, ``"pipe:[4711]"``;
             empty if it does neither, or that is unknown.
+        reads_alone: Whether that is a pipe from which it reads, and which no other process has open.
         own_path_at: ``"file:line in function"`` of the value which each process has for itself, and of which the path
             is made that a loop of its main thread waits for; empty if that is not so, or unknown.
         file_lock: The lock on a file that its main thread waits for; None if it waits for none.
@@ -146,6 +147,7 @@ class RankFacts:
     workers: tuple[ProcessFacts, ...] = ()
     awaited_processes: tuple[ChildProcess, ...] = ()
     awaited_file: str = ""
+    reads_alone: bool = False
     own_path_at: str = ""
     file_lock: FileLockFacts | None = None
     thread_lock: ThreadLockFacts | None = None

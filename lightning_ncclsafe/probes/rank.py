@@ -247,6 +247,7 @@ class RankProbe:
             "file_lock": lock_waits.waited_for,
             "held_locks": lock_waits.held,
             "awaited_file": outside_waits.awaited_file,
+            "reads_alone": outside_waits.reads_alone,
             "own_path_at": polled_path.own_path_at,
             "awaited_processes": outside_waits.waited_for,
             "workers": self._workers,

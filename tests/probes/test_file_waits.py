@@ -13,7 +13,7 @@ import psutil
 import pytest
 from polling import until
 
-from lightning_ncclsafe.probes.process.outside_waits import awaited_by, awaited_file, program_at_other_end
+from lightning_ncclsafe.probes.process.outside_waits import awaited_by, awaited_file, program_at_other_end, reads_alone
 
 PIPES = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
 # It answers only once its input has ended.
@@ -91,6 +91,26 @@ def test_the_other_end_may_be_ours_or_have_a_name(tmp_path: Path) -> None:
         process.kill()
     for descriptor in (reading, writing, both):
         os.close(descriptor)
+
+
+@pytest.mark.parametrize("is_inherited", [False, True])
+def test_a_pipe_that_no_other_process_has_open_is_read_alone(is_inherited: bool) -> None:
+    reading, writing = os.pipe()
+    command = ["sleep", "60"]
+    process = subprocess.Popen(command, stdout=writing if is_inherited else None)
+    seen: list[bool] = []
+
+    def end() -> None:
+        seen.append(reads_alone())
+        os.write(writing, b".")
+
+    seen_during(lambda: os.read(reading, 1), end)
+    process.kill()
+    process.wait()
+    assert seen == [not is_inherited]
+    assert not reads_alone()
+    os.close(reading)
+    os.close(writing)
 
 
 def test_which_of_two_programs_is_waited_for_is_unknown() -> None:

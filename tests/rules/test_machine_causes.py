@@ -695,6 +695,27 @@ def test_a_process_of_the_users_own_is_no_worker_of_a_loader() -> None:
     assert "in what it runs" in first(replace(facts, ranks=ranks)).remedy
 
 
+@pytest.mark.parametrize(("reads_alone", "done"), [(True, (8, 9)), (True, ()), (False, (8, 9))])
+def test_who_reads_from_a_pipe_that_only_ended_processes_had_waits_in_vain(
+    reads_alone: bool, done: tuple[int, ...]
+) -> None:
+    """Others may have exited as they should, while the one that answers lives."""
+    facts = scenes.queue_that_nobody_fills(GLOO)
+    ranks = tuple(
+        replace(one, reads_alone=reads_alone, machine=replace(one.machine, ended=(), done=done)) if ended else one
+        for one in facts.ranks
+        for ended in [bool(one.machine.ended)]
+    )
+    finding = first(replace(facts, ranks=ranks))
+    assert (finding.rule == "worker-died") == (reads_alone and bool(done))
+    if finding.rule == "worker-died":
+        assert finding.confidence is Confidence.LIKELY
+        assert (
+            "reads from a pipe that no other process has open, and child processes of it have exited" in finding.summary
+        )
+        assert finding.evidence[0].text == "Child processes that have exited with status 0: 8, 9."
+
+
 @pytest.mark.parametrize("lines", [(), (27,), (27, 40)])
 def test_a_line_of_the_job_that_stops_processes_is_told_of_a_stopped_one(lines: tuple[int, ...]) -> None:
     places = tuple(f"/home/me/project/governor.py:{line} in main" for line in lines)

@@ -17,11 +17,13 @@ from lightning_ncclsafe.facts import ChildProcess
 from lightning_ncclsafe.probes.absent import line_after, or_none
 from lightning_ncclsafe.probes.process.lock_waits import command_words
 from lightning_ncclsafe.probes.process.main_thread import look_at_main_thread, system_call
+from lightning_ncclsafe.probes.process.open_files import open_files
 from lightning_ncclsafe.probes.process.stacks import main_thread_frames
 
 _PROC = Path("/proc")
 _MODES = {"read": os.O_RDONLY, "write": os.O_WRONLY}
 _MOST_PROCESSES, _MOST_FILES = 64, 1024
+_MOST_ON_HOST = 4096
 _SIGN = 1 << 31
 _MOST_LISTED = 4
 
@@ -54,6 +56,20 @@ def program_at_other_end(of: int | None = None) -> int:
     # A program hands its end on to what it starts.
     first = [pid for pid, parent in holders.items() if parent not in holders]
     return first[0] if len(first) == 1 else 0
+
+
+def reads_alone() -> bool:
+    """Whether the main thread reads from a pipe that no other process has open.
+
+    As this process may have both of its ends, as with a queue of ``multiprocessing``, the read does not end by itself.
+    Takes some milliseconds for each hundred processes of this host; False if there are more than 4096.
+    """
+    pipe, own = _file_and_mode(None)
+    if not pipe.startswith("pipe:") or own != os.O_RDONLY:
+        return False
+    pids = or_none(psutil.pids) or []
+    others = (pid for pid in pids if pid != os.getpid())
+    return 0 < len(pids) <= _MOST_ON_HOST and not any(pipe == target for pid in others for _, target in open_files(pid))
 
 
 def _file_and_mode(of: int | None) -> tuple[str, int]:

@@ -112,6 +112,10 @@ _REMEDY_OWN_RAISED = (
     "Correct this exception. A process only prints it: to let the rank know, catch it there and send it to the rank."
 )
 _REMEDY_OWN_CALL = "Look first at what leads to {code} at {place}. If it was not that: "
+_REMEDY_GONE = (
+    "Find out why that process returns while the rank still needs it (an idle time, a sentinel, the end of its input), "
+    "and start it again before it is asked."
+)
 _REMEDY_WAIT = (
     "So that the rank does not wait for a dead process, wait with a timeout and check Process.is_alive() or its "
     "exitcode."
@@ -172,6 +176,8 @@ def worker_died(view: Timeline) -> Iterator[Finding]:
         facts = view.facts[rank]
         if facts.machine.ended and (view.activities[rank].waits_for_data or _waits_for_a_process(facts)):
             yield _waits_in_vain(view, rank)
+        elif facts.machine.done and facts.reads_alone and _waits_for_users_process(facts):
+            yield _waits_for_nobody(view, rank)
         elif processes := _idle_pool(facts):
             yield _lost_task(view, rank, processes)
 
@@ -292,6 +298,23 @@ def _waits_in_vain(view: Timeline, rank: int) -> Finding:
         evidence=(*of_end, *how_we_know(view, (rank,))),
         remedy=_remedy_of_own(facts, chosen, calls) if is_own else _remedy_of_end(facts, chosen),
     )
+
+
+def _waits_for_nobody(view: Timeline, rank: int) -> Finding:
+    """The processes that could have answered have exited as they should, and nobody has started others."""
+    facts = view.facts[rank]
+    children = facts.machine.done[-LISTED:]
+    ended = (
+        f"its child process {children[-1]} has exited" if len(children) == 1 else "child processes of it have exited"
+    )
+    text = (
+        f"Rank {rank} waits for another process, but reads from a pipe that no other process has open, and {ended} "
+        f"with status 0: {where_words(view, rank)}{while_others_wait(view, (rank,))}."
+    )
+    listed = f"Child processes that have exited with status 0: {', '.join(map(str, children))}."
+    evidence = (Evidence(source="process", rank=rank, text=listed), *how_we_know(view, (rank,)))
+    remedy = f"{_REMEDY_GONE} {_REMEDY_WAIT}"
+    return finding(view, (rank,), text, confidence=Confidence.LIKELY, evidence=evidence, remedy=remedy)
 
 
 def _remedy_raised(facts: RankFacts, signal: str, calls: ExitCalls, *, is_of_pool: bool) -> str:
