@@ -172,14 +172,17 @@ def worker_died(view: Timeline) -> Iterator[Finding]:
             alike[signal, confidence][rank] = pid
     for (signal, confidence), workers in alike.items():
         yield _raised(view, workers, signal, confidence)
-    for rank in view.working(view.suspects):
-        facts = view.facts[rank]
-        if facts.machine.ended and (view.activities[rank].waits_for_data or _waits_for_a_process(facts)):
-            yield _waits_in_vain(view, rank)
-        elif facts.machine.done and facts.reads_alone and _waits_for_users_process(facts):
-            yield _waits_for_nobody(view, rank)
-        elif processes := _idle_pool(facts):
-            yield _lost_task(view, rank, processes)
+    yield from filter(None, (_of_waiting(view, rank) for rank in view.working(view.suspects)))
+
+
+def _of_waiting(view: Timeline, rank: int) -> Finding | None:
+    facts = view.facts[rank]
+    if facts.machine.ended and (view.activities[rank].waits_for_data or _waits_for_a_process(facts)):
+        return _waits_in_vain(view, rank)
+    if facts.machine.done and facts.reads_alone and _waits_for_users_process(facts):
+        return _waits_for_nobody(view, rank)
+    processes = _idle_pool(facts)
+    return _lost_task(view, rank, processes) if processes else None
 
 
 def _worker_message(facts: RankFacts) -> re.Match[str] | None:
