@@ -1,6 +1,5 @@
 """Frames of Python stacks, and exceptions."""
 
-import re
 from dataclasses import dataclass
 from enum import Enum
 
@@ -8,9 +7,6 @@ ELSE = "else of "
 """Prefix of a rank condition if the line is in the branch for the ranks on which it does not hold."""
 PAST = "past "
 """Prefix of a rank condition if the ranks on which it holds have left by a jump before the line."""
-
-# A comparison by size, but not whether there is anything: "score >= self.best", and not "len(boxes) < 1".
-_IS_LIMIT = re.compile(r"^(?!.*\blen\().* [<>]=? (?![01](?!\.)\b)")
 
 
 class Decides(str, Enum):
@@ -43,6 +39,9 @@ class Branch:
         within: The condition on the rank, with its line number, around that of a jump: only ranks under both jump.
         handled_at: Where a context manager handles what is raised in its ``with`` block, ``"FILE:40 in skipping"``;
             empty for all else. The line of such a branch is that of the ``with``.
+        differs_at: The line of the condition, where that is to be looked at in place of a jump: if it compares a value
+            with a limit, or if the jump is a ``break``. 0 for any other: a jump that leaves out what cannot be done, as
+            there is no data for it, has to be changed itself.
     """
 
     line: int
@@ -52,17 +51,7 @@ class Branch:
     until: int = 0
     within: str = ""
     handled_at: str = ""
-
-    @property
-    def first_line(self) -> int:
-        """The line to look at first.
-
-        Where a loop is left, or a value is compared with a limit, that is the condition of the jump, in which ranks
-        differ. Any other jump leaves out what cannot be done, as there is no data for it, and has to be changed itself.
-        """
-        is_of_condition = bool(self.jump) and (self.jump == "break" or _IS_LIMIT.search(self.test) is not None)
-        line = self.test.rpartition("(line ")[2].removesuffix(")")
-        return int(line) if is_of_condition and line.isdecimal() else self.line
+    differs_at: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -99,8 +99,8 @@ class RankFacts:
         awaited_file: What its main thread reads from or writes to, according to the kernel: a path, ``"pipe:[4711]"``;
             empty if it does neither, or that is unknown.
         reads_alone: Whether that is a pipe from which it reads, and which no other process has open.
-        own_path_at: ``"file:line in function"`` of the value which each process has for itself, and of which the path
-            is made that a loop of its main thread waits for; empty if that is not so, or unknown.
+        own_path_at: ``"file:line in function"`` where a value is computed that each process has for itself, and of
+            which the path is made for which a loop of its main thread waits; empty if that is not so, or unknown.
         file_lock: The lock on a file that its main thread waits for; None if it waits for none.
         thread_lock: The thread lock that its main thread waits for; None if none is known.
         awaited_thread: The thread of its process that its main thread waits for; None if none is known.

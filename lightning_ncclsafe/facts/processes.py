@@ -159,8 +159,9 @@ class FileLockFacts:
         by_existence: Whether the lock is the file's existence: the wait is over when the file is gone.
         age_s: Seconds since such a file was written.
         is_on_network: Whether the file is on a network file system, where ranks on other hosts may lock it, too.
-        left_open_at: ``"file:line in open_run"`` of the user's changes of a database after which the function returns
-            without ending the transaction; none if the main thread waits for no database, or has entered that function.
+        left_open_at: ``"file:line in open_run"`` of a change of a database after which the user's function returns, and
+            may leave the transaction open; empty if there are several such functions, if the main thread has entered
+            it, or if it waits for no database.
     """
 
     path: str
@@ -169,7 +170,7 @@ class FileLockFacts:
     by_existence: bool = False
     age_s: float | None = None
     is_on_network: bool = False
-    left_open_at: tuple[str, ...] = ()
+    left_open_at: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -207,8 +207,8 @@ class StepFacts:
         led_around: The branches that may have led around such a call, by its place: jumps before it, and conditions
             around it.
         conditions_around: Those of ``led_around`` that are conditions: the first 8.
-        first_around: Of those jumps in ``led_around`` whose condition is to be looked at first, the line of that; see
-            :attr:`~lightning_ncclsafe.facts.frames.Branch.first_line`.
+        differs_around: Of those jumps in ``led_around`` in whose place the condition is to be looked at, the line of
+            that; see :attr:`~lightning_ncclsafe.facts.frames.Branch.differs_at`.
         handlers_around: The lines that handle what is raised on the way to such calls, where nothing else may have led
             around them: ``except`` clauses, and those of context managers: the first 8.
         skips_steps: ``"file:line in training_step"`` of the branches that may have led around an optimizer's ``step``
@@ -281,7 +281,7 @@ class StepFacts:
     passes_from: tuple[tuple[str, ...], ...] = ()
     led_around: dict[str, tuple[str, ...]] = field(default_factory=dict)
     conditions_around: tuple[str, ...] = ()
-    first_around: dict[str, str] = field(default_factory=dict)
+    differs_around: dict[str, str] = field(default_factory=dict)
     handlers_around: tuple[str, ...] = ()
     skips_steps: tuple[str, ...] = ()
     passes_at: tuple[str, ...] = ()

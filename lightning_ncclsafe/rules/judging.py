@@ -43,8 +43,9 @@ _REMEDY_LOCKS = (
     "locks in the same order everywhere."
 )
 _REMEDY_OWN_PATH = (
-    "Compute the path on one rank and send it to the others (trainer.strategy.broadcast), or make it of what is the "
-    "same in all processes: hash() of text, the time, process ids and temporary folders are not."
+    "If another rank is to make this path, compute it on one rank and send it to the others "
+    "(trainer.strategy.broadcast), or make it of what is the same in all processes, as hash() of text and the time are "
+    "not."
 )
 _REMEDY_AGAIN = "Take the lock once, in the outer function only, or make it a threading.RLock."
 
@@ -70,7 +71,7 @@ def judge(job: JobFacts, rules: Sequence[Rule[Any]] = HANG_RULES) -> Diagnosis:
     kept = [(rule, finding) for rule, finding in every if not rule.is_superseded(finding, others)]
     kept = [(rule, _as_of_moments(rule, finding, job)) for rule, finding in kept]
     kept = sorted(kept, key=lambda pair: _CONFIDENCES.index(pair[1].confidence))
-    findings = _with_own_paths(_with_threads(with_caught(kept, job), job), job)
+    findings = [_with_own_path(finding, job) for finding in _with_threads(with_caught(kept, job), job)]
     if kept and _has_own_remedy(*kept[0], job):
         findings[0] = replace(findings[0], remedy=kept[0][1].remedy)
     findings = [_with_hosts(finding, job) for finding in _with_past_lateness(findings, job)]
@@ -149,26 +150,21 @@ def _with_awaited(finding: Finding, facts: RankFacts) -> Finding:
     )
 
 
-def _with_own_paths(findings: Iterable[Finding], job: JobFacts) -> list[Finding]:
-    """The same findings, each at the line that makes a path of its own in each rank, if its rank waits for that."""
-    waiting = {one.rank: one for one in job.ranks if one.own_path_at}
-    return [
-        _with_own_path(finding, waiting[finding.ranks[0]])
-        if finding.ranks[:1] and finding.ranks[0] in waiting
-        else finding
-        for finding in findings
-    ]
-
-
-def _with_own_path(finding: Finding, facts: RankFacts) -> Finding:
-    if finding.location != location_of(deepest_user_frame(facts.stack)):
+def _with_own_path(finding: Finding, job: JobFacts) -> Finding:
+    """The same finding; if its line pauses until a path exists, with the line that makes another path in each rank."""
+    own = (one for one in job.ranks if one.own_path_at and one.rank in finding.ranks[:1])
+    facts = next(own, None)
+    if facts is None or finding.location != location_of(deepest_user_frame(facts.stack)):
         return finding
     text = (
-        f"Rank {facts.rank} waits there for a path that is made of a value which each process has for itself, at "
-        f"{short_place(facts.own_path_at)}."
+        f"The path for which rank {facts.rank} waits there is made of a value that each process computes for itself, "
+        f"at {short_place(facts.own_path_at)}."
     )
     return replace(
-        finding, summary=joined((finding.summary, text)), location=facts.own_path_at, remedy=_REMEDY_OWN_PATH
+        finding,
+        summary=joined((finding.summary, text)),
+        decided_at=facts.own_path_at,
+        remedy=joined((finding.remedy, _REMEDY_OWN_PATH)),
     )
 
 

@@ -37,7 +37,7 @@ from lightning_ncclsafe.probes.process import lock_waits
 def answer():
     for line in sys.stdin:
         found = lock_waits.waited_for()
-        left = lock_waits.transactions_left_open()
+        left = lock_waits.transaction_left_open()
         print(json.dumps([asdict(found) | {{"left": left}} if found else None, lock_waits.held()]), flush=True)
     os._exit(0)
 
@@ -177,7 +177,7 @@ def test_who_waits_for_a_database_names_the_change_that_may_have_left_it_locked(
             found = waited_for(waiter)
             assert found["path"] == str(path)
             opened = f"{tmp_path}/waits.py:{line_of(tmp_path / 'waits.py', 'INSERT INTO runs')} in open_run"
-            assert (found["is_certain"], found["left"]) == (False, [opened])
+            assert (found["is_certain"], found["left"]) == (False, opened)
 
 
 def line_of(file: Path, text: str) -> int:

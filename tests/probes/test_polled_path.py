@@ -2,6 +2,7 @@
 
 import sys
 import traceback
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,106 +11,163 @@ import pytest
 
 from lightning_ncclsafe.probes.process import polled_path
 from lightning_ncclsafe.probes.process.polled_path import own_path_at
+from lightning_ncclsafe.probes.source import own_values
+from lightning_ncclsafe.probes.source.own_values import hashes_text_alike
 
 SOURCE = """
-import glob, os, tempfile, time
+import os, time, zlib
 from pathlib import Path
+from subprocess import call
+from time import sleep
 
 ROOT = Path("/nonexistent")
+{first}
 
 class Cache:
-    def __init__(self, config):
+    def __init__(self, config, strategy):
+        self.config = config
         key = {key}
+        {and_then}
         self.path = ROOT / f"stats-{{key}}.json"
         self.other = ROOT / "fixed.json"
 
     def wait(self):
         while {test}:
-            pause()
+            {pause}
 
     def wait_elsewhere(self):
         wait_for(self.path, 5.0)
 
     def wait_by_name(self):
-        folder = {key}
+        folder = "folder-" + str({key})
         return self.wait_in(folder)
 
     def wait_in(self, folder):
         wait_for(path=f"/nonexistent/{{folder}}")
 
-    def pause(self):
+    def only_pause(self):
         if not self.path.exists():
-            pause()
+            sleep(0)
+        while not self.other.exists():
+            break
 
 def wait_for(path, patience=1.0):
     while not os.path.exists(path):
-        pause()
+        sleep(0)
 """
 HASH, EXISTS = "hash(config)", "not self.path.exists()"
+AT_KEY, AT_FOLDER = "13 in __init__", "26 in wait_by_name"
 
 
-def found(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, key: str = HASH, test: str = EXISTS, method: str = "wait"
-) -> str:
+@pytest.fixture(autouse=True)
+def hashed_at_random(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(own_values, "hashes_text_alike", lambda: False)
+
+
+class Strategy:
+    def broadcast(self, value: object) -> object:
+        return value
+
+
+def found(folder: Path, monkeypatch: pytest.MonkeyPatch, method: str = "wait", **parts: str) -> str:
     """What is found while a method pauses; the frames of the test are not there."""
     file = folder / "cache.py"
-    file.write_text(SOURCE.format(key=key, test=test))
+    filled = {"key": HASH, "test": EXISTS, "pause": "sleep(0)", "first": "", "and_then": ""} | parts
+    file.write_text(SOURCE.format(**filled))
     answers: list[str] = []
 
     def frames() -> Iterator[Any]:
         every = (frame for frame, _ in traceback.walk_stack(sys._getframe()))
         return (frame for frame in every if frame.f_code.co_filename == str(file))
 
-    def pause() -> None:
+    def pause(_: float) -> None:
         answers.append(own_path_at())
         raise TimeoutError
 
     monkeypatch.setattr(polled_path, "main_thread_frames", frames)
-    names: dict[str, Any] = {"pause": pause, "config": "a"}
+    names: dict[str, Any] = {}
     exec(compile(file.read_text(), str(file), "exec"), names)
+    names["sleep"] = names["answer"] = pause
     with pytest.raises(TimeoutError):
-        getattr(names["Cache"]("a"), method)()
+        getattr(names["Cache"]("a", Strategy()), method)()
     return answers[0].removeprefix(f"{file}:")
 
 
 @pytest.mark.parametrize(
-    ("key", "test", "method", "place"),
+    ("parts", "method", "place"),
     [
-        (HASH, EXISTS, "wait", "9 in __init__"),
-        ("hash(config) & 0xFFFF", "not os.path.isfile(self.path)", "wait", "9 in __init__"),
-        ("time.strftime('%H%M%S')", "not self.path.is_file()", "wait", "9 in __init__"),
-        ("os.getpid()", "not [*ROOT.glob(str(self.path.name))]", "wait", "9 in __init__"),
-        (HASH, EXISTS, "wait_elsewhere", "9 in __init__"),
-        (HASH, EXISTS, "wait_by_name", "21 in wait_by_name"),
+        ({}, "wait", AT_KEY),
+        ({"key": "hash(config) & 0xFFFF"}, "wait", AT_KEY),
+        ({"key": "hash((config, 3))"}, "wait", AT_KEY),
+        ({"key": "time.strftime('%H%M%S')"}, "wait", AT_KEY),
+        ({"key": "str(time.time_ns())"}, "wait", AT_KEY),
+        ({"test": "not os.path.isfile(self.path)"}, "wait", AT_KEY),
+        ({"test": "time.time() < 1e12 and not self.path.exists()"}, "wait", AT_KEY),
+        ({}, "wait_elsewhere", AT_KEY),
+        ({"key": "hash(getattr(self, 'config'))"}, "wait_by_name", AT_FOLDER),
     ],
 )
 def test_a_value_that_each_process_has_for_itself_is_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, test: str, method: str, place: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parts: dict[str, str], method: str, place: str
 ) -> None:
-    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
-    assert found(tmp_path, monkeypatch, key, test, method) == place
+    assert found(tmp_path, monkeypatch, method, **parts) == place
 
 
 @pytest.mark.parametrize(
-    ("key", "test", "method"),
+    "parts",
     [
-        pytest.param("config.lower()", EXISTS, "wait", id="the same in all"),
-        pytest.param("len(config)", EXISTS, "wait_elsewhere", id="given on"),
-        pytest.param(HASH, "not self.other.exists()", "wait", id="another path"),
-        pytest.param(HASH, "time.time() < hash('a') or self.path", "wait", id="no path is asked about"),
-        pytest.param(HASH, EXISTS, "pause", id="no loop"),
+        pytest.param({"key": "config.lower()"}, id="the same in all"),
+        pytest.param({"key": "zlib.crc32(config.encode())"}, id="a hash that is the same in all"),
+        pytest.param({"key": "hash((3, 224))"}, id="numbers have one hash"),
+        pytest.param({"first": "def hash(text): return len(text)"}, id="a hash of one's own"),
+        pytest.param({"key": "strategy.broadcast(time.strftime('%H'))"}, id="sent to all"),
+        pytest.param({"key": "config", "and_then": "began = time.time()"}, id="beside it"),
+        pytest.param({"key": "config", "and_then": "key, began = 'a', time.time()"}, id="on the same line"),
+        pytest.param({"key": "dict(began=time.time())['began']"}, id="in what is made of it"),
+        pytest.param({"key": "os.getpid()"}, id="meant to be its own"),
+        pytest.param({"and_then": "call(['true', str(key)])"}, id="told to a process"),
+        pytest.param({"test": "not self.other.exists()"}, id="another path"),
+        pytest.param({"test": "self.config and not self.other.exists()"}, id="still another"),
+        pytest.param({"test": "self.path and hash('a')"}, id="nothing is asked about"),
+        pytest.param({"test": "self.config.join('')  or self.path.parent"}, id="until it is gone"),
+        pytest.param({"pause": "answer(0)"}, id="more than a pause"),
     ],
 )
-def test_any_other_wait_has_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, test: str, method: str
-) -> None:
-    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
-    assert found(tmp_path, monkeypatch, key, test, method) == ""
+def test_any_other_wait_has_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parts: dict[str, str]) -> None:
+    assert found(tmp_path, monkeypatch, **parts) == ""
 
 
-@pytest.mark.parametrize(("seed", "is_found"), [("0", False), ("random", True)])
-def test_with_a_seed_all_processes_hash_alike(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: str, is_found: bool
-) -> None:
-    monkeypatch.setenv("PYTHONHASHSEED", seed)
-    assert bool(found(tmp_path, monkeypatch)) == is_found
+def test_a_pause_outside_of_a_loop_waits_for_no_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert found(tmp_path, monkeypatch, "only_pause") == ""
+
+
+def test_code_of_others_in_between_is_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(polled_path, "is_user_code", lambda file: False)
+    assert found(tmp_path, monkeypatch) == ""
+
+
+@pytest.mark.parametrize(
+    ("environment", "is_alike"),
+    [(b"A=1\0PYTHONHASHSEED=0\0", True), (b"PYTHONHASHSEED=random\0", False), (b"A=1\0", False), (b"", False)],
+)
+def test_with_a_seed_from_the_start_text_hashes_alike(tmp_path: Path, environment: bytes, is_alike: bool) -> None:
+    file = tmp_path / "environ"
+    file.write_bytes(environment)
+    assert hashes_text_alike(file) == is_alike
+
+
+def test_with_a_seed_no_hash_is_a_value_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(own_values, "hashes_text_alike", lambda: True)
+    assert found(tmp_path, monkeypatch) == ""
+
+
+class Large:
+    """Something whose end can be seen."""
+
+
+def test_a_look_keeps_nothing_of_the_program_alive() -> None:
+    large = Large()
+    end = weakref.ref(large)
+    own_path_at()
+    del large
+    assert end() is None

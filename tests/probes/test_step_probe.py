@@ -364,7 +364,7 @@ def test_the_condition_of_a_jump_is_first_where_a_loop_is_left_or_a_limit_is_rea
     facts = record.facts()
     marks = ("break", "over the limit", "below the limit")
     assert facts.led_around == {place("pass of a loop"): tuple(map(place, marks))}
-    assert facts.first_around == {place("break"): place("left"), place("over the limit"): place("limit")}
+    assert facts.differs_around == {place("break"): place("left"), place("over the limit"): place("limit")}
 
 
 class LeavesOut(Module):

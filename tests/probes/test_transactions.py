@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from lightning_ncclsafe.probes.source import transactions
 from lightning_ncclsafe.probes.source.scopes import scope_at
 from lightning_ncclsafe.probes.source.transactions import left_open_at, runs_sql
 
@@ -15,9 +16,14 @@ ADDED = "insert into runs values (?)"
 class Store:
     def __init__(self, path):
         self.db = sqlite3.connect(path{options})
+        {setup}
 
-    def open_run(self, run):
+    {decorator}
+    def {name}(self, run):
         {opens}
+
+    def _flush(self):
+        self.db.commit()
 
     def close_run(self):
         self.db.execute("UPDATE runs SET done = 1")
@@ -26,8 +32,11 @@ class Store:
 TRAIN = """
 class Runs:
     def on_fit_start(self):
-        self.store.open_run("a")
+        self.begin()
         {after}
+
+    def begin(self):
+        {call}
 
     def on_fit_end(self):
         self.store.close_run()
@@ -37,53 +46,80 @@ AT_ONCE = 'self.db.execute("BEGIN IMMEDIATE")'
 AUTOMATIC = ", isolation_level=None"
 
 
-def found(folder: Path, opens: str, options: str = "", after: str = "pass", entered: str = "") -> tuple[str, ...]:
+def found(folder: Path, *, entered: str = "", **parts: str) -> str:
+    filled = {"opens": INSERT, "options": "", "setup": "pass", "decorator": "# ends elsewhere", "name": "open_run"}
+    called = {"call": 'self.store.open_run("a")', "after": "pass"}
     store, train = folder / "store.py", folder / "train.py"
-    store.write_text(STORE.format(opens=opens, options=options))
-    train.write_text(TRAIN.format(after=after))
-    return left_open_at([str(store), str(train)], {(str(store), entered)})
+    store.write_text(STORE.format(**(filled | {name: parts[name] for name in parts if name in filled})))
+    train.write_text(TRAIN.format(**(called | {name: parts[name] for name in parts if name in called})))
+    return left_open_at([str(store), str(train)], {(str(store), entered)}).removeprefix(f"{store}:")
 
 
 @pytest.mark.parametrize(
-    ("opens", "options"),
+    "parts",
     [
-        (INSERT, ""),
-        (INSERT, ", timeout=60"),
-        ("self.db.execute(ADDED, (run,))", ""),
-        ('self.db.executemany(f"replace into {self.table} values (?)", [(run,)])', ""),
-        (AT_ONCE, AUTOMATIC),
-        (f"{AT_ONCE}; {INSERT}", ""),
-        ('self.db.execute("begin exclusive;")', ", autocommit=True"),
+        {},
+        {"options": ", timeout=60"},
+        {"setup": "self.connect(); self.server.connect(path)"},
+        {"options": ', isolation_level="IMMEDIATE"'},
+        {"opens": "self.db.execute(ADDED, (run,))"},
+        {"opens": 'self.db.executemany(f"replace into {self.table} values (?)", [(run,)])'},
+        {"opens": 'self.db.execute("UPDATE runs\\nSET done = 0")'},
+        {"opens": AT_ONCE, "options": AUTOMATIC},
+        {"opens": f"{AT_ONCE}; {INSERT}", "options": ", 60.0, 0, None"},
+        {"opens": 'self.db.execute("begin exclusive;")', "options": ", autocommit=True"},
     ],
 )
-def test_a_change_whose_function_leaves_its_end_to_others_is_found(tmp_path: Path, opens: str, options: str) -> None:
-    assert found(tmp_path, opens, options) == (f"{tmp_path}/store.py:11 in open_run",)
+def test_a_change_whose_function_leaves_its_end_to_others_is_found(tmp_path: Path, parts: dict[str, str]) -> None:
+    assert found(tmp_path, **parts) == "13 in open_run"
 
 
 @pytest.mark.parametrize(
-    ("opens", "options", "after", "entered"),
+    "parts",
     [
-        pytest.param(f"{INSERT}; self.db.commit()", "", "pass", "", id="committed"),
-        pytest.param(f'{AT_ONCE}; self.db.execute("COMMIT")', "", "pass", "", id="committed by a statement"),
-        pytest.param(f"with self.db: {INSERT}", "", "pass", "", id="in a block"),
-        pytest.param(INSERT, AUTOMATIC, "pass", "", id="each change is committed"),
-        pytest.param(INSERT, ", autocommit=True", "pass", "", id="automatically"),
-        pytest.param('self.db.execute("BEGIN")', "", "pass", "", id="nothing is changed yet"),
-        pytest.param('self.db.execute("SELECT * FROM runs")', "", "pass", "", id="only read"),
-        pytest.param("self.db.execute(self.text)", "", "pass", "", id="unknown statement"),
-        pytest.param(INSERT, "", "self.store.db.commit()", "", id="the caller commits"),
-        pytest.param(INSERT, "", "self.store.close_run()", "", id="the caller calls what commits"),
-        pytest.param(INSERT, "", "pass", "open_run", id="the rank that waits has entered it"),
+        pytest.param({"opens": f"{INSERT}; self.db.commit()"}, id="committed"),
+        pytest.param({"opens": f'{AT_ONCE}; self.db.execute("COMMIT")'}, id="committed by a statement"),
+        pytest.param({"opens": f"{INSERT}; self._flush()"}, id="committed by what it calls"),
+        pytest.param({"opens": f"with self.db: {INSERT}"}, id="in a block"),
+        pytest.param({"decorator": "@committed"}, id="decorated"),
+        pytest.param({"name": "__enter__"}, id="of a context manager"),
+        pytest.param({"options": AUTOMATIC}, id="each change is committed"),
+        pytest.param({"options": ", 60.0, 0, None"}, id="by position"),
+        pytest.param({"options": ", autocommit=True"}, id="automatically"),
+        pytest.param({"options": ", **options"}, id="perhaps"),
+        pytest.param({"setup": "self.db.isolation_level = None"}, id="set later"),
+        pytest.param({"setup": "self.other = sqlite3.connect(path)"}, id="one of two databases"),
+        pytest.param({"setup": "self.other = psycopg2.connect(path)"}, id="one of two kinds"),
+        pytest.param({"opens": 'self.db.execute("BEGIN")'}, id="nothing is changed yet"),
+        pytest.param({"opens": 'self.db.execute("SELECT * FROM runs")'}, id="only read"),
+        pytest.param({"opens": 'self.pool.execute("update weights")'}, id="no statement"),
+        pytest.param({"opens": 'self.db.executescript("INSERT INTO runs VALUES (1)")'}, id="a script"),
+        pytest.param({"opens": "self.db.execute(self.text)"}, id="unknown statement"),
+        pytest.param({"call": 'self.store.open_run("a"); self.store.db.commit()'}, id="the caller commits"),
+        pytest.param({"call": 'self.store.open_run("a"); self.store.close_run()'}, id="the caller calls what does"),
+        pytest.param({"call": 'with self.store.db: self.store.open_run("a")'}, id="the caller's block"),
+        pytest.param({"after": "self.store.db.commit()"}, id="the caller's caller commits"),
+        pytest.param({"entered": "open_run"}, id="the rank that waits has entered it"),
     ],
 )
-def test_what_is_ended_or_changes_nothing_is_not(
-    tmp_path: Path, opens: str, options: str, after: str, entered: str
-) -> None:
-    assert found(tmp_path, opens, options, after, entered) == ()
+def test_what_is_ended_or_changes_nothing_is_not(tmp_path: Path, parts: dict[str, str]) -> None:
+    assert found(tmp_path, **parts) == ""
+
+
+def test_of_two_functions_none_is_known_to_have_left_it(tmp_path: Path) -> None:
+    two = f"{INSERT}\n\n    def add(self, run):\n        {INSERT}"
+    assert found(tmp_path, opens=two) == ""
+    assert found(tmp_path, opens=two, entered="add") == "13 in open_run"
+
+
+def test_of_many_files_with_databases_none_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transactions, "_MOST_FILES", 0)
+    assert found(tmp_path) == ""
 
 
 def test_only_a_line_that_calls_a_database_waits_for_one(tmp_path: Path) -> None:
     file = tmp_path / "store.py"
-    file.write_text(STORE.format(opens=INSERT.replace("(run,)", "\n            (run,),\n        "), options=""))
-    scope = scope_at(str(file), "open_run", 12)
-    assert [line for line in range(8, 20) if runs_sql(scope, line)] == [11, 12, 13]
+    opens = INSERT.replace("(run,)", "\n            (run,),\n        ")
+    file.write_text(STORE.format(opens=opens, options="", setup="pass", decorator="# none", name="open_run"))
+    scope = scope_at(str(file), "open_run", 14)
+    assert [line for line in range(8, 20) if runs_sql(scope, line)] == [13, 14, 15]

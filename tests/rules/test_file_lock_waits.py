@@ -122,14 +122,21 @@ def test_a_lock_held_into_a_barrier_is_a_deadlock(net: Backend) -> None:
     assert first(holder, at_lock(1, rank_process(0), net=net, certain=False)).rule == "file-lock"
 
 
-@pytest.mark.parametrize("places", [1, 2])
-def test_who_has_left_a_transaction_open_is_at_fault_where_only_one_function_does_that(places: int) -> None:
-    left = tuple(f"/home/me/project/store.py:{line} in open_run" for line in range(45, 45 + places))
-    waits = at_lock(1, rank_process(0), path="/run/scores.db", certain=False, left_open_at=left)
-    finding = first(GLOO.in_barrier(0, "written", seq=2, **START), waits)
-    sentence = " The transaction that is begun at store.py:45 in open_run is not ended there."
-    assert (sentence in finding.summary) == (places == 1)
-    assert (finding.ranks, finding.location) == (((0,), left[0]) if places == 1 else ((1,), waits_at(waits)))
+@pytest.mark.parametrize(("left", "is_there"), [(True, False), (True, True), (False, False)])
+def test_who_has_left_a_transaction_open_is_at_fault_unless_it_is_in_the_same_function(
+    left: bool, is_there: bool
+) -> None:
+    """There, the holder waits in its transaction for those that wait for it to begin theirs."""
+    place = "/home/me/project/store.py:45 in open_run"
+    waits = at_lock(1, rank_process(0), path="/run/scores.db", certain=False, left_open_at=place if left else "")
+    holder = GLOO.in_barrier(0, "written", seq=2, **START)
+    if is_there:
+        holder = replace(holder, stack=(*holder.stack[:-1], user("fetch", 13), *holder.stack[-1:]))
+    finding = first(holder, waits)
+    is_blamed = left and not is_there
+    sentence = " The transaction that is begun at store.py:45 in open_run may have been left open."
+    assert (sentence in finding.summary) == is_blamed
+    assert (finding.ranks, finding.location) == (((0,), place) if is_blamed else ((1,), waits_at(waits)))
     assert (finding.confidence, finding.plan) == (Confidence.LIKELY, Plan.STOP)
 
 

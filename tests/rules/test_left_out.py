@@ -60,7 +60,7 @@ def batches(*made: tuple[int, ...], called: tuple[tuple[str, ...], ...] = (), un
 
 
 @pytest.mark.parametrize(
-    ("ways", "first_around", "location"),
+    ("ways", "differs_around", "location"),
     [
         ((RETURN,), {}, RETURN),
         ((RETURN,), {RETURN: HALVES}, HALVES),
@@ -69,11 +69,11 @@ def batches(*made: tuple[int, ...], called: tuple[tuple[str, ...], ...] = (), un
     ],
 )
 def test_a_skipped_pass_is_blamed_on_the_only_line_that_leads_around_it(
-    ways: tuple[str, ...], first_around: dict[str, str], location: str
+    ways: tuple[str, ...], differs_around: dict[str, str], location: str
 ) -> None:
     whole, short = (GENERATOR, CRITIC), (GENERATOR,)
     waits = batches((2,), (2,), called=(whole, whole), under_way=True)
-    waits = replace(waits, led_around={GENERATOR: (GUARD,), CRITIC: ways}, first_around=first_around)
+    waits = replace(waits, led_around={GENERATOR: (GUARD,), CRITIC: ways}, differs_around=differs_around)
     left = batches((2,), (1,), called=(whole, short))
     finding = first(stepping(waits, left))
     assert (finding.rule, finding.ranks, finding.confidence) == ("skipped-step", (1,), LIKELY)
@@ -264,7 +264,8 @@ def test_the_condition_under_which_alone_a_part_is_used_is_told() -> None:
 @pytest.mark.parametrize(("test", "line"), [("random() < self.drop", 50), ("not rows.numel()", 51)])
 def test_the_condition_of_a_jump_that_skips_a_part_is_told_beside_it(test: str, line: int) -> None:
     """Where a value is compared with a limit, ranks differ in the condition."""
-    skips = Branch(line=51, test=f"if {test}:  (line 50)", on=Decides.VALUE, jump="continue")
+    differs_at = 50 if line == 50 else 0
+    skips = Branch(line=51, test=f"if {test}:  (line 50)", on=Decides.VALUE, jump="continue", differs_at=differs_at)
     steps = StepFacts(with_backward=11, without_gradient=("tower.weight",), unused_under=skips)
     finding = first(_refused(replace(steps, unused_at=f"{USER_FILE}:51 in encoded")))
     assert (finding.location, finding.decided_at) == (f"{USER_FILE}:{line} in encoded", f"{USER_FILE}:50 in encoded")

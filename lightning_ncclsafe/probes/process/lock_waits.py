@@ -21,8 +21,7 @@ from lightning_ncclsafe.probes.process.main_thread import system_call
 from lightning_ncclsafe.probes.process.open_files import open_files
 from lightning_ncclsafe.probes.process.stacks import main_thread_frames, training_thread
 from lightning_ncclsafe.probes.process.thread_frames import current_frames
-from lightning_ncclsafe.probes.source.scopes import scope_at, scope_of, user_modules
-from lightning_ncclsafe.probes.source.syntax import file_of
+from lightning_ncclsafe.probes.source.scopes import scope_at, scope_of, user_files
 from lightning_ncclsafe.probes.source.transactions import left_open_at, runs_sql
 
 _PROC = Path("/proc")
@@ -61,14 +60,12 @@ def waited_for() -> FileLockFacts | None:
     return replace(lock, is_on_network=is_network_filesystem(filesystem_of(os.path.realpath(lock.path))))
 
 
-def transactions_left_open() -> tuple[str, ...]:
-    """If the main thread waits for a database, the user's changes that may have left it locked; reads source files."""
+def transaction_left_open() -> str:
+    """If the main thread waits for a database, the change that may have left it locked; reads source files."""
     frames = [(frame.f_code, frame.f_lineno or 0) for frame in main_thread_frames()]
-    code, line = frames[0]
-    if not runs_sql(scope_of(code), line):
-        return ()
-    files = filter(None, map(file_of, user_modules()))
-    return left_open_at(files, {(code.co_filename, code.co_name) for code, _ in frames})
+    if not frames or not runs_sql(scope_of(frames[0][0]), frames[0][1]):
+        return ""
+    return left_open_at(user_files(), {(code.co_filename, code.co_name) for code, _ in frames})
 
 
 def _awaited() -> FileLockFacts | None:

@@ -4,7 +4,6 @@ Nothing is executed, and where several assignments may have been the last, none 
 """
 
 import ast
-import os
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import NamedTuple
@@ -82,40 +81,27 @@ def only_assignment(name: str, owner: type) -> Given | None:
     return _last(found) if len(found) == 1 and not found[0].is_conditional else None
 
 
-def different_for_each_process(value: ast.expr, made: Given, owner: type | None = None) -> Given | None:
+def different_for_each_process(value: ast.expr, made: Given) -> Given | None:
     """Where an expression's variables get a value that each process has for itself; None if nowhere or in many places.
 
     Args:
         value: The expression; its variables are followed to what they are computed from.
         made: Where the expression is.
-        owner: The class of ``self``, whose attributes are followed as well.
     """
-    found: dict[tuple[str, int], Given] = {}
+    found: dict[int, Given] = {}
     waiting, seen = [(value, made)], set[str]()
     while waiting and len(seen) < _MOST_STEPS:
         expression, given = waiting.pop()
-        for node in ast.walk(expression):
-            if not (isinstance(node, ast.Name) or is_of_self(node)) or (name := ast.unparse(node)) in seen:
-                continue
+        for name in {node.id for node in ast.walk(expression) if isinstance(node, ast.Name)} - seen:
             seen.add(name)
-            held = variable(name, given) if isinstance(node, ast.Name) else _held_by(owner, node.attr)
+            held = variable(name, given)
             if held is None or held.value is None:
                 continue
-            if any(isinstance(one, ast.Call) and _differs(one) for one in ast.walk(held.value)):
-                found[held.scope.file, held.line] = held
+            if any(isinstance(node, ast.Call) and name_of(node.func) in _DIFFER for node in ast.walk(held.value)):
+                found[held.line] = held
             else:
                 waiting.append((held.value, held))
     return next(iter(found.values())) if len(found) == 1 else None
-
-
-def _held_by(owner: type | None, name: str) -> Given | None:
-    return only_assignment(name, owner) if owner is not None else None
-
-
-def _differs(call: ast.Call) -> bool:
-    """Whether each process has its own result; of ``hash``, of text at least, unless PYTHONHASHSEED is set."""
-    is_hash = isinstance(call.func, ast.Name) and call.func.id == hash.__name__
-    return name_of(call.func) in _DIFFER or (is_hash and not os.environ.get("PYTHONHASHSEED", "").isdecimal())
 
 
 def methods_of(owner: type | None) -> dict[str, Scope]:

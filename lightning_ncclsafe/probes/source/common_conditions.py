@@ -38,6 +38,10 @@ _PARTS = frozenset(("parameters", "modules"))
 _NAMED_PARTS = frozenset(("named_parameters", "named_modules", "named_children", "named_buffers", "state_dict"))
 
 
+_BY_SIZE = (ast.Lt, ast.LtE, ast.Gt, ast.GtE)
+_AMOUNTS = frozenset(("len", "numel", "nelement", "size", "shape", "count", "count_nonzero", "sum"))
+
+
 class _PartsLoop(NamedTuple):
     """A loop over a model's parts, such as its parameters.
 
@@ -89,6 +93,27 @@ class CommonConditions:
     def _loops_over_parts(self) -> list[_PartsLoop]:
         nodes = (node for node in statements_in(self._body) if isinstance(node, ast.For))
         return [loop for loop in map(_parts_loop, nodes) if loop is not None]
+
+
+def compares_with_limit(test: ast.expr) -> bool:
+    """Whether a condition compares a value with a limit: ``score >= self.best``, but not ``len(boxes) < 1``.
+
+    Whether there is any data is no such comparison.
+    """
+    compared = (node for node in ast.walk(test) if isinstance(node, ast.Compare))
+    return any(
+        isinstance(operator, _BY_SIZE) and not any(map(_is_amount, (one.left, *one.comparators)))
+        for one in compared
+        for operator in one.ops
+    )
+
+
+def _is_amount(value: ast.expr) -> bool:
+    """Whether it is 0 or 1, or how much there is of something: ``len(x)``, ``x.numel()``, ``x.shape[0]``."""
+    if isinstance(value, ast.Constant):
+        return isinstance(value.value, (int, float)) and value.value in (0, 1)
+    names = (name_of(node) for node in ast.walk(value) if isinstance(node, (ast.Name, ast.Attribute)))
+    return any(name in _AMOUNTS for name in names)
 
 
 def _is_of_job(test: ast.expr) -> bool:

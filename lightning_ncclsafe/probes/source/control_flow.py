@@ -13,7 +13,7 @@ from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from lightning_ncclsafe.facts import ELSE, PAST, Branch, Decides
-from lightning_ncclsafe.probes.source.common_conditions import CommonConditions
+from lightning_ncclsafe.probes.source.common_conditions import CommonConditions, compares_with_limit
 from lightning_ncclsafe.probes.source.handlers import Handler, handled_at, managers_in, name_called, suppresses
 from lightning_ncclsafe.probes.source.rank_names import (
     RANK_WORDS,
@@ -192,7 +192,9 @@ class ControlFlow:
             for block, without in ((statement.body, ""), (statement.orelse, ELSE)):
                 # Past a jump in the block, as in the other block, the condition does not hold.
                 decides = self._decides(statement.test, is_past=bool(without) is not of_jumps)
-                yield _Arm(block, self._head(statement.lineno, decides, block, without), is_condition=True)
+                head = self._head(statement.lineno, decides, block, without)
+                differs = decides is Decides.VALUE and compares_with_limit(statement.test)
+                yield _Arm(block, replace(head, differs_at=head.line) if differs else head, is_condition=True)
         elif isinstance(statement, LOOPS):
             yield _Arm(statement.body, self._passes(statement), is_condition=isinstance(statement, ast.While))
             yield _Arm(statement.orelse)
@@ -258,7 +260,9 @@ class ControlFlow:
             if isinstance(statement, kind) and around and (name != "raise" or _of_all(around) is Decides.RANK):
                 outer = (branch.test for branch in reversed(around[:-1]) if branch.on is Decides.RANK)
                 jump = replace(around[-1], line=statement.lineno, jump=name, on=_of_all(around), until=0, handled_at="")
-                yield replace(jump, within=next(outer, ""))
+                is_condition = around[-1].on in (Decides.VALUE, Decides.COMMON)
+                differs_at = around[-1].line if name == "break" and is_condition else jump.differs_at
+                yield replace(jump, within=next(outer, ""), differs_at=differs_at)
         is_loop = isinstance(statement, LOOPS)
         for arm in () if isinstance(statement, FUNCTIONS) else self._arms(statement, of_jumps=True):
             inner = around if arm.branch is None else (*around, arm.branch)

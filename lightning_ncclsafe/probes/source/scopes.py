@@ -143,10 +143,10 @@ class Scope:
         lines = {branch.line for branch in branches if branch.jump or branch.on in _CONDITIONS}
         return tuple(map(self.place, sorted(lines)))
 
-    def first_around(self, line: int) -> tuple[tuple[str, str], ...]:
-        """Jumps before it whose condition is to be looked at first, each with the line of that."""
-        branches = (branch for branch in self.branches_around(line) if branch.first_line != branch.line)
-        return tuple((self.place(branch.line), self.place(branch.first_line)) for branch in branches)
+    def differs_around(self, line: int) -> tuple[tuple[str, str], ...]:
+        """Jumps before it in whose place the condition is to be looked at, each with the line of that."""
+        branches = (branch for branch in self.branches_around(line) if branch.jump and branch.differs_at)
+        return tuple((self.place(branch.line), self.place(branch.differs_at)) for branch in branches)
 
     def conditions_around(self, line: int) -> tuple[str, ...]:
         """The conditions among these branches; they are reported beside the line, jumps at a line of their own."""
@@ -284,6 +284,11 @@ def user_modules() -> list[ModuleType]:
     """The loaded modules of the user's code, in the order in which they were loaded."""
     modules = ((module, file_of(module)) for module in [*sys.modules.values()])
     return [module for module, file in modules if file and is_user_code(file)]
+
+
+def user_files() -> Iterator[str]:
+    """The source files of these modules, which may be those of compiled code."""
+    return (file_of(module) for module in user_modules())
 
 
 def scopes_in(owners: Iterable[Any]) -> Iterator[Scope]:

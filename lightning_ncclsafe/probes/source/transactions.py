@@ -1,82 +1,128 @@
-"""Where a function changes a database and returns before the transaction ends, so that the database stays locked."""
+"""Where a function changes an SQLite database and returns before the transaction ends, so that it stays locked.
+
+What ends a transaction is found by the names of functions. In doubt nothing is found.
+"""
 
 import ast
-from collections.abc import Collection, Iterable, Iterator
+import re
+from collections.abc import Collection, Iterable
 
 from lightning_ncclsafe.probes.source.assignments import assignments_of
-from lightning_ncclsafe.probes.source.scopes import Scope, first_places, scopes_of
-from lightning_ncclsafe.probes.source.syntax import argument_of, is_constant, last_line, name_of, source_text
+from lightning_ncclsafe.probes.source.scopes import Scope, scopes_of
+from lightning_ncclsafe.probes.source.syntax import argument_of, last_line, name_of, source_text
 
-_EXECUTE = ("execute", "executemany", "executescript")
-_CHANGES = ("INSERT", "UPDATE", "DELETE", "REPLACE")
+# Not executescript, which begins no transaction by itself.
+_EXECUTE = ("execute", "executemany")
+_CHANGE = re.compile(
+    r"\s*(?:(?:INSERT|REPLACE)\s.*\bINTO\b|DELETE\s+FROM\b|UPDATE\s.*\bSET\b)", re.IGNORECASE | re.DOTALL
+)
 # Without one of these, BEGIN locks nothing; the first change does.
-_AT_ONCE = ("IMMEDIATE", "EXCLUSIVE")
-_ENDS, _ENDING = ("COMMIT", "END", "ROLLBACK"), ("commit", "rollback", "close")
+_BEGIN = re.compile(r"\s*BEGIN\s+(?:IMMEDIATE|EXCLUSIVE)\b", re.IGNORECASE)
+_END = re.compile(r"\s*(?:COMMIT|END|ROLLBACK)\b", re.IGNORECASE)
+_ENDING = ("commit", "rollback", "close")
+_AUTOMATIC = ("isolation_level", "autocommit")
+# isolation_level among the arguments of sqlite3.connect.
+_POSITION = 3
+_MOST_FILES, _MOST_CALLERS = 16, 3
 
 
 def runs_sql(scope: Scope, line: int) -> bool:
-    """Whether a line of a function calls a database."""
-    calls = scope.calls((*_EXECUTE, *_ENDING))
+    """Whether a line of a function has a database do something."""
+    calls = scope.calls((*_EXECUTE, "commit"))
     return any(call.lineno <= line <= last_line(call) for call in calls)
 
 
-def left_open_at(files: Iterable[str], entered: Collection[tuple[str, str]]) -> tuple[str, ...]:
-    """The first change of each function that leaves the transaction to others: ``"file:line in open_run"``.
+def left_open_at(files: Iterable[str], entered: Collection[tuple[str, str]]) -> str:
+    """The first change in the only function that leaves the transaction to others: ``"file:line in open_run"``.
 
-    A function is left out if one that calls it ends the transaction, and a change if it is in a ``with`` block, which
-    may end it.
+    Left out are functions with decorators, and changes in a ``with`` block, either of which may end it; and functions
+    that are called in such a block, or by one that ends it. Empty if there are several functions or databases, or if
+    each change is committed by itself.
 
     Args:
         files: The user's source files.
         entered: File and name of functions to leave out.
     """
     texts = {file: source_text(file) for file in files}
-    scopes = [*_functions(file for file, text in texts.items() if "execute" in text)]
-    commits_each = any(map(_commits_each, scopes))
-    ending = {scope.name for scope in scopes if _ends(scope)}
-    opened = {scope: _opens(scope, commits_each) for scope in scopes if scope.name not in ending}
-    left = {scope.name: scope.place(line) for scope, line in opened.items() if line}
-    calling = _functions(file for file, text in texts.items() if any(name in text for name in left))
-    ended = {name_of(call.func) for scope in calling if _ends(scope, ending) for call in scope.each(ast.Call)}
-    known = {scope.name for scope in scopes if (scope.file, scope.name) in entered}
-    return first_places(place for name, place in left.items() if name not in ended | known)
+    with_sql = [file for file, text in texts.items() if "sqlite3" in text or "execute" in text or "commit(" in text]
+    if len(with_sql) > _MOST_FILES:
+        return ""
+    scopes = [scope for file in with_sql for scope in scopes_of(file)]
+    connecting = [call for scope in scopes for call in scope.calls(["connect"]) if not _is_of_object(call.func)]
+    if len(connecting) != 1 or "sqlite3" not in "".join(texts[file] for file in with_sql):
+        return ""
+    is_automatic = _is_automatic(connecting[0], texts.values())
+    opening = {scope: line for scope in scopes if scope.is_function and (line := _opens(scope, is_automatic))}
+    left = {scope: line for scope, line in opening.items() if not _is_ended(scope, texts)}
+    known = [scope.place(line) for scope, line in left.items() if (scope.file, scope.name) not in entered]
+    return known[0] if len(known) == 1 else ""
 
 
-def _functions(files: Iterable[str]) -> Iterator[Scope]:
-    return (scope for file in files for scope in scopes_of(file) if scope.is_function)
+def _is_of_object(function: ast.expr) -> bool:
+    """Whether it is a method of what an attribute or a call gives, and not the function of a module."""
+    owner = function.value if isinstance(function, ast.Attribute) else None
+    return owner is not None and (not isinstance(owner, ast.Name) or owner.id == "self")
 
 
-def _commits_each(scope: Scope) -> bool:
-    """Whether it opens a database that commits each change by itself, unless there is a BEGIN."""
-    given = (one for call in scope.calls(["connect"]) for one in call.keywords)
-    return any(
-        (one.arg == "isolation_level" and is_constant(one.value, None))
-        or (one.arg == "autocommit" and is_constant(one.value, True))
-        for one in given
-    )
+def _is_automatic(connect: ast.Call, sources: Iterable[str]) -> bool:
+    """Whether a database may commit each change by itself, unless there is a BEGIN; by any text that may set that."""
+    given = argument_of(connect, _AUTOMATIC[0], position=_POSITION)
+    is_plain = given is None and not any(one.arg in (*_AUTOMATIC, None) for one in connect.keywords)
+    is_set = any(f".{name} =" in source for source in sources for name in _AUTOMATIC)
+    return is_set or not (is_plain or (isinstance(given, ast.Constant) and isinstance(given.value, str)))
 
 
-def _ends(scope: Scope, ending: Collection[str] = ()) -> bool:
-    is_called = any(True for _ in scope.calls((*_ENDING, *ending)))
-    return is_called or any(words[:1] and words[0] in _ENDS for _, words in _sql(scope))
-
-
-def _opens(scope: Scope, commits_each: bool) -> int:
+def _opens(scope: Scope, is_automatic: bool) -> int:
     """The line of the first statement by which a function has locked a database when it returns; 0 if there is none."""
     blocks = [(one.lineno, last_line(one)) for one in scope.each(ast.With)]
-    for call, words in _sql(scope):
-        begins = words[:1] == ["BEGIN"] and words[1:2] != [] and words[1].rstrip(";") in _AT_ONCE
-        changes = not commits_each and words[:1] != [] and words[0] in _CHANGES
-        if (begins or changes) and not any(first <= call.lineno <= last for first, last in blocks):
+    for call in scope.calls(_EXECUTE):
+        text = _text(argument_of(call, "sql", position=0), scope)
+        locks = _BEGIN.match(text) or (not is_automatic and _CHANGE.match(text))
+        if locks and not any(first <= call.lineno <= last for first, last in blocks):
             return call.lineno
     return 0
 
 
-def _sql(scope: Scope) -> Iterable[tuple[ast.Call, list[str]]]:
-    """The statements that a function executes, with their first words."""
-    for call in scope.calls(_EXECUTE):
-        text = _text(argument_of(call, "sql", position=0), scope)
-        yield call, text.upper().replace(";", " ").split(maxsplit=2)[:2]
+def _is_ended(scope: Scope, texts: dict[str, str]) -> bool:
+    """Whether something may end the transaction: the function, what it calls, its decorators, or its callers."""
+    names, seen = [scope.name], set[str]()
+    is_decorated = texts[scope.file].split("\n")[scope.line - 1].lstrip().startswith("@")
+    if scope.name.startswith("__") or is_decorated or _ends(scope, _called(scope, texts)):
+        return True
+    for _ in range(_MOST_CALLERS):
+        seen.update(names)
+        callers = [(one, call) for one in _naming(names, texts) for call in one.calls(names)]
+        if any(_is_in_block(one, call.lineno) or _ends(one, _called(one, texts)) for one, call in callers):
+            return True
+        names = [one.name for one, _ in callers if one.is_function and one.name not in seen]
+    return False
+
+
+def _naming(names: Collection[str], texts: dict[str, str]) -> list[Scope]:
+    """The functions in files whose text has a call of one of these; none if these are too many to be read."""
+    files = [file for file, text in texts.items() if any(f"{name}(" in text for name in names)]
+    return [scope for file in files[:_MOST_FILES] for scope in scopes_of(file)]
+
+
+def _called(scope: Scope, texts: dict[str, str]) -> list[Scope]:
+    """The user's functions with the names of those that a function calls."""
+    names = {name_of(call.func) for call in scope.each(ast.Call)} - {"", scope.name}
+    files = [file for file, text in texts.items() if any(f"def {name}(" in text for name in names)]
+    every = (one for file in files[:_MOST_FILES] for one in scopes_of(file))
+    return [one for one in every if one.name in names]
+
+
+def _is_in_block(scope: Scope, line: int) -> bool:
+    return any(one.lineno <= line <= last_line(one) for one in scope.each(ast.With))
+
+
+def _ends(scope: Scope, called: Iterable[Scope] = ()) -> bool:
+    return any(_ends_itself(one) for one in (scope, *called))
+
+
+def _ends_itself(scope: Scope) -> bool:
+    statements = (_text(argument_of(call, "sql", position=0), scope) for call in scope.calls(_EXECUTE))
+    return any(True for _ in scope.calls(_ENDING)) or any(map(_END.match, statements))
 
 
 def _text(value: ast.expr | None, scope: Scope) -> str:

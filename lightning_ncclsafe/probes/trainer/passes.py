@@ -104,7 +104,7 @@ class BatchPasses:
             "conditions_around": first_places(
                 place for call in newest for place in _led_around(call, Scope.conditions_around)
             ),
-            "first_around": dict(pair for call in newest for pair in _led_around(call, Scope.first_around)),
+            "differs_around": dict(pair for call in newest for pair in _led_around(call, Scope.differs_around)),
             "handlers_around": first_places(
                 place for call in newest if not ways[call] for place in _led_around(call, Scope.handlers_around)
             ),

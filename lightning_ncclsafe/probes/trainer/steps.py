@@ -30,9 +30,9 @@ from lightning_ncclsafe.probes.source.scopes import (
     places_in,
     scope_of,
     scopes_in,
-    user_modules,
+    user_files,
 )
-from lightning_ncclsafe.probes.source.syntax import file_of, is_constant
+from lightning_ncclsafe.probes.source.syntax import is_constant
 from lightning_ncclsafe.probes.source.unordered import calls_in_own_order
 from lightning_ncclsafe.probes.trainer import awaited_works, gradients, logged_keys
 from lightning_ncclsafe.probes.trainer.passes import Batch, BatchPasses
@@ -221,7 +221,7 @@ class StepRecord:
         """The calls of ``new_group`` in a loop that each process goes through in an order of its own."""
         if process_groups.groups_made() <= 1:
             return ()
-        return calls_in_own_order(["new_group"], filter(None, map(file_of, user_modules())))
+        return calls_in_own_order(["new_group"], user_files())
 
     def _skipped_until(self, pending: int, error: str) -> tuple[int, Batch]:
         """The number of batches without a backward pass, and the last of them; the current batch is still unknown."""

@@ -10,8 +10,8 @@ from typing import Any
 
 from lightning_ncclsafe.facts import Limited, TimeoutLine
 from lightning_ncclsafe.probes.process.stacks import main_thread_frames
-from lightning_ncclsafe.probes.source.scopes import MOST_PLACES, Scope, scope_of, scopes_in, scopes_of, user_modules
-from lightning_ncclsafe.probes.source.syntax import file_of, name_of, source_text
+from lightning_ncclsafe.probes.source.scopes import MOST_PLACES, Scope, scope_of, scopes_in, scopes_of, user_files
+from lightning_ncclsafe.probes.source.syntax import name_of, source_text
 
 # All ranks wait while one reads the source.
 _MOST_FILES = 8
@@ -53,8 +53,7 @@ def timeout_lines(owners: Iterable[Any]) -> tuple[TimeoutLine, ...]:
     entered = (scope_of(frame.f_code) for frame in main_thread_frames())
     near = [*(scope for scope in entered if scope.file), *scopes_in(owners)]
     found = [*_lines(near)]
-    modules = (file_of(module) for module in user_modules())
-    found = found or _written_out(scope.file for scope in near) or _written_out(filter(_is_source, modules))
+    found = found or _written_out(scope.file for scope in near) or _written_out(filter(_is_source, user_files()))
     return tuple(itertools.islice(dict.fromkeys(found), MOST_PLACES))
 
 

@@ -150,11 +150,18 @@ def _held_by_rank(view: Timeline, holder: int, ranks: tuple[int, ...]) -> Findin
     )
     culprits, remedy = (ranks, _REMEDY_CIRCLE) if wait.process is None else ((holder,), _REMEDY_KEPT)
     location = user_location(view, ranks)
-    if wait.process is None and len(left := wait.lock.left_open_at) == 1:
-        culprits, location = (holder,), left[0]
-        text = f"{text} The transaction that is begun at {short_place(location)} is not ended there."
+    if wait.process is None and wait.lock.left_open_at and not _is_there(view, holder, ranks[0]):
+        culprits, location = (holder,), wait.lock.left_open_at
+        text = f"{text} The transaction that is begun at {short_place(location)} may have been left open."
     # Never certain: the kernel names only the process, and another of its threads may hold the lock and release it.
     return finding(view, culprits, text, location=location, evidence=evidence, remedy=remedy)
+
+
+def _is_there(view: Timeline, holder: int, rank: int) -> bool:
+    """Whether the holder of a lock is in the very function in which a rank waits for it."""
+    frame = deepest_user_frame(view.facts[rank].stack)
+    entered = {(one.file, one.function) for one in view.facts[holder].stack if one.user}
+    return frame is None or (frame.file, frame.function) in entered
 
 
 def _held_outside(view: Timeline, ranks: tuple[int, ...]) -> Finding:

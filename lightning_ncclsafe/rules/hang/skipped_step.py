@@ -169,7 +169,7 @@ def _left_out_finding(view: Timeline, left_out: _PassLeftOut) -> Finding:
         first.ranks,
         text,
         confidence=Confidence.LIKELY,
-        location=location_of(first.frame) if is_around else deciding.first_at,
+        location=location_of(first.frame) if is_around else deciding.differs_at,
         decided_at=deciding.condition_at,
         evidence=how_we_know(view, first.ranks),
         remedy=_REMEDY_PASSES,
@@ -183,7 +183,7 @@ def _unit_left_out_finding(view: Timeline, unit: LeftOutUnit) -> Finding:
         unit.others,
         joined((unit.words(view), passes)),
         confidence=Confidence.LIKELY,
-        location=unit.deciding.first_at,
+        location=unit.deciding.differs_at,
         decided_at=unit.deciding.condition_at,
         evidence=(*ended_process_evidence(view, unit.ended), *how_we_know(view, unit.others)),
         remedy=_REMEDY_PASSES,
@@ -242,14 +242,14 @@ def _counts_finding(view: Timeline, counts: DifferentCounts) -> Finding:
     places = ways or accumulates or view.facts[ranks[0]].steps.passes_at
     # A condition is around the pass, whose line is named; a jump has its own line.
     is_around = len(ways) == 1 and any(ways[0] in facts.steps.conditions_around for facts in view.facts.values())
-    first_at = {jump: at for facts in view.facts.values() for jump, at in facts.steps.first_around.items()}
+    differs_at = {jump: at for facts in view.facts.values() for jump, at in facts.steps.differs_around.items()}
     return finding(
         view,
         ranks,
         text,
         confidence=Confidence.LIKELY if counts.are_exchanged else Confidence.POSSIBLE,
         location=(
-            first_at.get(places[0], places[0])
+            differs_at.get(places[0], places[0])
             if len(places) == 1 and not is_around
             else counts.skipped_at or counts.called_at
         ),

@@ -303,7 +303,7 @@ def _left_out(view: Timeline, unit: LeftOutUnit) -> Finding:
         view, unit.others, unit.words(view), Confidence.LIKELY, _REMEDY_FSDP, Severity.ERROR, is_backward=False
     )
     evidence = (*ended_process_evidence(view, unit.ended), *found.evidence)
-    return replace(found, location=unit.deciding.first_at, decided_at=unit.deciding.condition_at, evidence=evidence)
+    return replace(found, location=unit.deciding.differs_at, decided_at=unit.deciding.condition_at, evidence=evidence)
 
 
 def _skipped(view: Timeline, first: Shift, deciding: DecidingBranches) -> Finding:
@@ -316,7 +316,7 @@ def _skipped(view: Timeline, first: Shift, deciding: DecidingBranches) -> Findin
         view,
         first.ranks,
         joined((text, deciding.words())),
-        location=deciding.first_at or location_of(deciding.at),
+        location=deciding.differs_at or location_of(deciding.at),
         decided_at=deciding.condition_at,
         evidence=(*call_evidence(view.divergence), *deciding.evidence(), *how_we_know(view, first.ranks)),
         remedy=_REMEDY_FSDP,
@@ -339,7 +339,7 @@ def _finding(
     steps = view.facts[ranks[0]].steps
     under = steps.unused_under if is_backward and location == steps.unused_at else None
     decided_at, words = _decision(location, under) if under is not None else ("", "")
-    is_at_jump = under is not None and bool(under.jump) and under.first_line == under.line
+    is_at_jump = under is not None and bool(under.jump) and not under.differs_at
     return finding(
         view,
         ranks,

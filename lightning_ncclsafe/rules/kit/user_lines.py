@@ -90,20 +90,20 @@ class DecidingBranches:
         return branch_place(*self.branches[0])
 
     @property
-    def first_at(self) -> str:
-        """The same; of some jumps, where their condition is: the line to look at first."""
-        if len(self.branches) != 1:
-            return ""
-        frame, branch = self.branches[0]
-        return branch_place(frame, replace(branch, line=branch.first_line))
-
-    @property
     def condition_at(self) -> str:
-        """The same of any jump."""
+        """The same; of a jump, where its condition is."""
         if len(self.branches) != 1:
             return ""
         frame, branch = self.branches[0]
         return condition_place(branch.test, frame) if branch.jump else self.decided_at
+
+    @property
+    def differs_at(self) -> str:
+        """The line to look at: the condition of a jump if ranks differ in that; else :attr:`decided_at`."""
+        if len(self.branches) != 1:
+            return ""
+        _, branch = self.branches[0]
+        return self.condition_at if branch.jump and branch.differs_at else self.decided_at
 
     @property
     def is_of_rank(self) -> bool:
@@ -182,7 +182,7 @@ def as_concluded(finding: Finding, deciding: DecidingBranches) -> Finding:
     """The same finding at the line that decides, which is concluded, not observed: it is likely at most."""
     return replace(
         finding,
-        location=deciding.first_at,
+        location=deciding.differs_at,
         decided_at=deciding.condition_at,
         confidence=at_most_likely(finding.confidence),
     )
