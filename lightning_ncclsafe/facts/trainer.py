@@ -258,9 +258,9 @@ class StepFacts:
         new_groups_at: ``"file:line in setup"`` of the calls of ``new_group`` that all ranks have to make, in the user's
             functions that the main thread is in and those of the module and callbacks: the first 8; searched only while
             it has groups besides the default one.
-        unordered_groups_at: ``"file:line in setup"`` of the calls of ``new_group``, in any of the user's modules, in a
-            loop that each process goes through in an order of its own, such as that of a set of names: the first 8;
-            searched only while it has groups besides the default one.
+        unordered_groups_at: ``"file:line in setup"`` of the only call of ``new_group`` in the user's modules, if it is
+            in a loop over a set, which each process may go through in an order of its own; searched only while it has
+            groups besides the default one.
         accumulates_at: ``"file:line in on_train_batch_start"`` of each line that sets ``accumulate_grad_batches``, or
             calls ``no_sync`` or another function that keeps a pass from reducing; searched only if passes have reduced
             nothing.
@@ -313,7 +313,7 @@ class StepFacts:
     making: tuple[int, ...] = ()
     groups_at: tuple[str, ...] = ()
     new_groups_at: tuple[str, ...] = ()
-    unordered_groups_at: tuple[str, ...] = ()
+    unordered_groups_at: str = ""
     accumulates_at: tuple[str, ...] = ()
     timeouts_at: tuple[TimeoutLine, ...] = ()
 

@@ -175,7 +175,8 @@ class Peers:
     def witness(self, silent: Iterable[RankInfo]) -> list[ProcessFacts]:
         """Ranks of this host that do not answer, as seen from outside, with their stacks if they run.
 
-        Takes 0.5 s if their growth is not known yet, or they run, and up to 2 s for them to answer signals.
+        Takes 0.5 s if their growth is not known yet, or they run, up to 2 s for them to answer signals, and up to 1 s
+        to search what may have stopped one.
         """
         peers, began_s = list(silent), time.monotonic()
         turns = [look_at_main_thread(peer.pid) for peer in peers]
@@ -185,22 +186,22 @@ class Peers:
             time.sleep(LEAST_S + _SLACK_S)  # since the last of them was seen: on a busy host, looking takes time
         again = [self.look_at(peer) if facts in unknown else facts for peer, facts in zip(peers, seen, strict=True)]
         span_s = time.monotonic() - began_s
-        is_stopped = any(now.state == psutil.STATUS_STOPPED for now in again)
-        lines = self._stopping_lines([os.getpid(), *(peer.pid for peer in self._known)]) if is_stopped else ()
-        return [
+        shared = [
             with_core_shares(
-                replace(
-                    now,
-                    stack=then.stack or now.stack,
-                    gil_held=then.gil_held,
-                    stopping_at=lines if now.state == psutil.STATUS_STOPPED else (),
-                ),
+                replace(now, stack=then.stack or now.stack, gil_held=then.gil_held),
                 turn,
                 look_at_main_thread(now.pid),
                 span_s,
             )
             for now, then, turn in zip(again, seen, turns, strict=True)
         ]
+        return self._with_stopping_lines(shared)
+
+    def _with_stopping_lines(self, seen: list[ProcessFacts]) -> list[ProcessFacts]:
+        if not any(one.state == psutil.STATUS_STOPPED for one in seen):
+            return seen
+        lines = self._stopping_lines([os.getpid(), *(peer.pid for peer in self._known)])
+        return [replace(one, stopping_at=lines) if one.state == psutil.STATUS_STOPPED else one for one in seen]
 
     def _witness(self, peers: Sequence[RankInfo]) -> list[ProcessFacts]:
         seen = [self.look_at(peer) for peer in peers]

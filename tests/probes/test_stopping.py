@@ -30,10 +30,10 @@ sys.stdin.read()
 @pytest.fixture(autouse=True)
 def without_own_modules(monkeypatch: pytest.MonkeyPatch) -> None:
     """The test suite's modules are the user's to this process."""
-    monkeypatch.setattr(stopping, "user_modules", list)
+    monkeypatch.setattr(stopping, "user_files", list)
 
 
-@pytest.fixture(params=["governor.py", "-m tools.governor"])
+@pytest.fixture(params=["governor.py", "-m tools.governor", "-W ignore -u governor.py", "-X dev -m tools.governor"])
 def started(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
     """The file of a child process, once it is written and the process has been started."""
     arguments = request.param.split()
@@ -61,8 +61,11 @@ def test_a_line_that_stops_a_process_is_found_in_the_program_of_a_child(started:
         ("psutil.Process(pid).suspend()", True),
         ("os.kill(pid, signal.SIGCONT)  # not SIGSTOP", False),
         ("signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGSTOP])", False),
+        ("process = psutil.Process(pid)\n    process.suspend()", True),
         ("suspend()", False),
-        ("logger.suspend(pid)", False),
+        ("pid.suspend()", False),
+        ("self.bar.suspend()", False),
+        ("psutil.Process(pid).suspend(1)", False),
     ],
 )
 def test_only_a_call_that_sends_the_signal_stops_a_process(
@@ -70,10 +73,9 @@ def test_only_a_call_that_sends_the_signal_stops_a_process(
 ) -> None:
     file = tmp_path / "governor.py"
     file.write_text(GOVERNOR.format(code))
-    module = type(sys)("governor")
-    module.__file__ = str(file)
-    monkeypatch.setattr(stopping, "user_modules", lambda: [module])
-    assert stopping_lines([]) == ((f"{file}:6 in throttle",) if is_found else ())
+    monkeypatch.setattr(stopping, "user_files", lambda: [str(file)])
+    line = 6 + code.count("\n")
+    assert stopping_lines([]) == ((f"{file}:{line} in throttle",) if is_found else ())
 
 
 @pytest.mark.parametrize("state", ["stopped", "tracing-stop", "sleeping"])

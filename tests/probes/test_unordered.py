@@ -1,36 +1,44 @@
-"""Calls in loops that each process goes through in an order of its own, by their source."""
+"""The call in a loop that each process goes through in an order of its own, by its source."""
 
 from pathlib import Path
 
 import pytest
 
-from lightning_ncclsafe.probes.source.unordered import calls_in_own_order
+from lightning_ncclsafe.probes.source import unordered
+from lightning_ncclsafe.probes.source.unordered import made_in_order_of_set
 
 SOURCE = """
-import os
-from pathlib import Path
 from torch import distributed as dist
 
 NAMES = {{"audio", "video"}}
 FIXED = ("audio", "video")
 
-def made(pairs, folder):
+def made(pairs, world_size):
     names = {{name for pair in pairs for name in pair}}
     ordered = sorted(names)
+    listed = list(names)
+    listed.sort()
+    sent = list(names)
+    dist.broadcast_object_list(sent)
     {}
 
 def other(names):
     for name in names:
         print(name)
 """
-AT = "12 in made"
+AT = "14 in made"
+LOOPS = ["groups = {{name: dist.new_group() for name in {}}}", "for name in {}: group = dist.new_group()"]
 
 
-def found(folder: Path, code: str) -> list[str]:
+@pytest.fixture(autouse=True)
+def hashed_at_random(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unordered, "hashes_text_alike", lambda: False)
+
+
+def found(folder: Path, code: str) -> str:
     file = folder / "groups.py"
     file.write_text(SOURCE.format(code))
-    places = calls_in_own_order(["new_group"], [str(file)])
-    return [place.removeprefix(f"{file}:") for place in places]
+    return made_in_order_of_set("new_group", [str(file)]).removeprefix(f"{file}:")
 
 
 @pytest.mark.parametrize(
@@ -44,33 +52,38 @@ def found(folder: Path, code: str) -> list[str]:
         ("names.union(FIXED)", True),
         ("enumerate(list(names))", True),
         ("dict.fromkeys(names)", True),
-        ("os.listdir(folder)", True),
-        ("Path(folder).glob('*.bin')", True),
         ("sorted(names)", False),
         ("ordered", False),
-        ("sorted(os.listdir(folder))", False),
+        ("listed", False),
+        ("sent", False),
         ("FIXED", False),
         ("range(4)", False),
         ("pairs", False),
+        ("{0, 1}", False),
+        ("{'a'}", False),
+        ("set(range(world_size))", False),
+        ("frozenset([0, 1, 2])", False),
+        ("{rank // 2 for rank in range(world_size)}", False),
+        ("{rank for rank in range(world_size)}", False),
     ],
 )
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_loop_over_a_set_has_an_order_of_its_own(tmp_path: Path, looped_over: str, is_found: bool, loop: str) -> None:
+    assert found(tmp_path, loop.format(looped_over)) == (AT if is_found else "")
+
+
 @pytest.mark.parametrize(
-    "loop", ["groups = {{name: dist.new_group() for name in {}}}", "for name in {}: dist.new_group()"]
+    "code",
+    [
+        pytest.param("group = dist.new_group(); [print(name, group) for name in names]", id="before it"),
+        pytest.param("one = dist.new_group(); groups = [dist.new_group() for name in names]", id="another as well"),
+        pytest.param("for name in names:\n        if name == 'audio': dist.new_group()", id="in one pass"),
+    ],
 )
-def test_a_loop_over_a_set_or_a_folder_has_an_order_of_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, looped_over: str, is_found: bool, loop: str
-) -> None:
-    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
-    assert found(tmp_path, loop.format(looped_over)) == [AT] * is_found
+def test_only_what_each_pass_makes_and_nothing_else_does_is_made_in_its_order(tmp_path: Path, code: str) -> None:
+    assert found(tmp_path, code) == ""
 
 
-def test_only_what_is_in_the_loop_is_called_in_its_order(tmp_path: Path) -> None:
-    assert found(tmp_path, "group = dist.new_group(); [print(name, group) for name in names]") == []
-
-
-@pytest.mark.parametrize(("looped_over", "is_found"), [("names", False), ("os.listdir(folder)", True)])
-def test_with_a_seed_sets_have_one_order(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, looped_over: str, is_found: bool
-) -> None:
-    monkeypatch.setenv("PYTHONHASHSEED", "0")
-    assert found(tmp_path, f"for name in {looped_over}: dist.new_group()") == [AT] * is_found
+def test_with_a_seed_sets_have_one_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unordered, "hashes_text_alike", lambda: True)
+    assert found(tmp_path, LOOPS[0].format("names")) == ""

@@ -608,26 +608,34 @@ def test_a_cold_cache_is_that_of_a_host() -> None:
 
 
 @pytest.mark.parametrize(
-    ("places", "same_members", "is_located"),
-    [((45,), True, True), ((45, 51), True, False), ((45,), False, False)],
+    ("line", "members", "name", "is_located"),
+    [(45, (0, 1, 2), "3", True), (0, (0, 1, 2), "3", False), (45, (0, 1), "3", False), (45, (0, 1, 2), "0", False)],
+    ids=["in a set's order", "in no such order", "other members", "the default group"],
 )
 def test_groups_of_the_same_members_are_numbered_where_a_set_is_gone_through(
-    places: tuple[int, ...], same_members: bool, is_located: bool
+    line: int, members: tuple[int, ...], name: str, is_located: bool
 ) -> None:
-    """Groups of different members cannot be taken for each other."""
+    """Groups of different members cannot be taken for each other, and the default group is the first one everywhere."""
     scene = scenes.groups_in_another_order(GLOO)
-    steps = StepFacts(unordered_groups_at=tuple(f"{USER_FILE}:{line} in __init__" for line in places))
-    ranks = tuple(replace(facts, steps=steps) for facts in scene.ranks)
-    if not same_members:
-        smaller = {"1": (0, 1), "2": (0, 1, 2)}
-        ranks = tuple(
-            replace(facts, groups=tuple(replace(one, ranks=smaller.get(one.name, one.ranks)) for one in facts.groups))
-            for facts in ranks
+    place = f"{USER_FILE}:{line} in __init__" if line else ""
+    of_group = {"1": members, "2": (0, 1, 2)}
+    ranks = tuple(
+        replace(
+            facts,
+            steps=StepFacts(unordered_groups_at=place),
+            groups=tuple(
+                replace(one, ranks=of_group.get(one.name, one.ranks), name=name if one.name == "1" else one.name)
+                for one in facts.groups
+            ),
+            collectives=tuple(replace(one, group=name if one.group == "1" else one.group) for one in facts.collectives),
         )
+        for facts in scene.ranks
+    )
     finding = judge(replace(scene, ranks=ranks)).findings[0]
     assert finding.rule == "crossed-groups"
     assert (finding.location == f"{USER_FILE}:45 in __init__") == is_located
-    assert ("The groups are created at train.py:45 in __init__, in a loop that " in finding.summary) == is_located
+    assert ("The groups are created at train.py:45 in __init__, in the order of a set" in finding.summary) == is_located
+    assert (finding.confidence is Confidence.LIKELY) == is_located
 
 
 def test_no_circle_where_the_last_one_works() -> None:

@@ -33,7 +33,7 @@ from lightning_ncclsafe.probes.source.scopes import (
     user_files,
 )
 from lightning_ncclsafe.probes.source.syntax import is_constant
-from lightning_ncclsafe.probes.source.unordered import calls_in_own_order
+from lightning_ncclsafe.probes.source.unordered import made_in_order_of_set
 from lightning_ncclsafe.probes.trainer import awaited_works, gradients, logged_keys
 from lightning_ncclsafe.probes.trainer.passes import Batch, BatchPasses
 from lightning_ncclsafe.probes.trainer.state import epoch_is_over
@@ -217,11 +217,9 @@ class StepRecord:
         """The calls of ``new_group`` that all ranks have to make; none while there is only the default group."""
         return _new_groups_of_all(logged_keys.users_of(self._trainer)) if process_groups.groups_made() > 1 else ()
 
-    def unordered_groups_at(self) -> tuple[str, ...]:
-        """The calls of ``new_group`` in a loop that each process goes through in an order of its own."""
-        if process_groups.groups_made() <= 1:
-            return ()
-        return calls_in_own_order(["new_group"], user_files())
+    def unordered_groups_at(self) -> str:
+        """The only call of ``new_group``, if it is in a loop over a set; none while there is only the default group."""
+        return made_in_order_of_set("new_group", user_files()) if process_groups.groups_made() > 1 else ""
 
     def _skipped_until(self, pending: int, error: str) -> tuple[int, Batch]:
         """The number of batches without a backward pass, and the last of them; the current batch is still unknown."""

@@ -60,7 +60,7 @@ def _with_lines(found: Finding, process: ProcessFacts) -> Finding:
     is_one = len(process.stopping_at) == 1
     return replace(
         found,
-        summary=f"{found.summary} This job's own code stops processes at {listed}.",
+        summary=f"{found.summary} This job's own code may have done that, at {listed}.",
         location=process.stopping_at[0] if is_one else found.location,
         remedy=f"{found.remedy} {_OWN}",
     )

@@ -100,12 +100,12 @@ def _finding(view: Timeline, circle: dict[int, tuple[str, int]]) -> Finding:
     why = f", and {ranks_words(ranks)} {did} {'in' if is_skipped else 'from'} every step before" if is_decided else ""
     is_seen = all(name or view.facts[rank].steps.peer >= 0 for rank, (name, _) in circle.items())
     # NCCL's sends and receives return at once: that a rank waits for one is concluded from its line.
-    is_certain = is_seen and all(waits_in_one_group(view.facts[rank]) for rank in circle) and not is_decided
     created_at = "" if is_decided else _created_in_own_order(view, circle)
     created = (
-        f"The groups are created at {short_place(created_at)}, in a loop that each process may go through in an order "
-        f"of its own."
+        f"The groups are created at {short_place(created_at)}, in the order of a set: it may differ between ranks."
     )
+    is_concluded = is_decided or bool(created_at)
+    is_certain = is_seen and all(waits_in_one_group(view.facts[rank]) for rank in circle) and not is_concluded
     return finding(
         view,
         ranks,
@@ -118,9 +118,12 @@ def _finding(view: Timeline, circle: dict[int, tuple[str, int]]) -> Finding:
 
 
 def _created_in_own_order(view: Timeline, circle: dict[int, tuple[str, int]]) -> str:
-    """The only line that may number groups of the same members differently in each process; empty if there is none."""
-    members = {view.groups_by_name[name].members for name, _ in circle.values() if name}
-    places = {place for facts in view.facts.values() for place in facts.steps.unordered_groups_at}
+    """The line that may number groups of the same members differently in each process; empty if there is none."""
+    names = {name for name, _ in circle.values()}
+    # All ranks create the default group first.
+    are_made = not any(group_and_backend(name)[0] in ("", "0") for name in names)
+    members = {view.groups_by_name[name].members for name in names} if are_made else set()
+    places = {facts.steps.unordered_groups_at for facts in view.facts.values()}
     return places.pop() if len(members) == len(places) == 1 else ""
 
 
