@@ -51,6 +51,12 @@ class Cache:
         while not self.other.exists():
             break
 
+    def wait_for_another(self):
+        while not self.path.exists():
+            break
+        while not self.other.exists():
+            sleep(0)
+
 def wait_for(path, patience=1.0):
     while not os.path.exists(path):
         sleep(0)
@@ -137,8 +143,11 @@ def test_any_other_wait_has_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert found(tmp_path, monkeypatch, **parts) == ""
 
 
-def test_a_pause_outside_of_a_loop_waits_for_no_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert found(tmp_path, monkeypatch, "only_pause") == ""
+@pytest.mark.parametrize("method", ["only_pause", "wait_for_another"])
+def test_a_pause_outside_of_the_loop_does_not_wait_for_its_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    assert found(tmp_path, monkeypatch, method) == ""
 
 
 def test_code_of_others_in_between_is_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -140,6 +140,14 @@ def test_who_has_left_a_transaction_open_is_at_fault_unless_it_is_in_the_same_fu
     assert (finding.confidence, finding.plan) == (Confidence.LIKELY, Plan.STOP)
 
 
+def test_a_transaction_is_not_left_open_where_a_child_process_holds_the_lock() -> None:
+    child = LockHolder(pid=812, command="python writer.py", parents=(1000, 1))
+    waits = at_lock(1, child, left_open_at="/home/me/project/store.py:45 in open_run")
+    finding = first(GLOO.in_barrier(0, "written", seq=2, **START), waits)
+    assert (finding.ranks, finding.location) == ((0,), waits_at(waits))
+    assert "open_run" not in finding.summary
+
+
 def test_a_holder_that_waits_for_another_rank_is_no_circle_by_itself() -> None:
     """Nothing is known of what the holder waits for: no recorder counts."""
     holder = replace(GLOO.in_barrier(0, "cached", seq=2, **START), groups=(), collectives=())
