@@ -259,10 +259,10 @@ class RankProbe:
             "set_at": self._trainer.set_at,
             "timeouts_at": lambda: self._steps.timeouts_at() if self._steps else None,
             "new_groups_at": lambda: self._steps.new_groups_at() if self._steps else None,
-            "unordered_groups_at": lambda: self._steps.unordered_groups_at() if self._steps else None,
             "data_ends_at": self._trainer.data_ends_at,
             "exit_calls": lambda: exit_calls() if _has_ended(machine, parts.get("peers"), error) else None,
             "left_open_at": lock_waits.transaction_left_open,
+            "unordered_groups_at": lambda: self._steps.unordered_groups_at() if self._steps else None,
         }
         ends_s = time.monotonic() + deadline_s
         self._run(slow, parts, missing, deadline_s)

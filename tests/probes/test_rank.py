@@ -63,7 +63,7 @@ AFTER_HOST_FACTS = [
     *("file_lock", "held_locks", "awaited_file", "reads_alone", "own_path_at", "awaited_processes"),
     *("workers", "storage", "versions"),
     *("ended_at", "validates_at", "set_at", "timeouts_at", "new_groups_at"),
-    *("unordered_groups_at", "left_open_at", "data_ends_at", "exit_calls"),
+    *("data_ends_at", "exit_calls", "left_open_at", "unordered_groups_at"),
 ]
 
 
