@@ -40,8 +40,8 @@ class Branch:
         handled_at: Where a context manager handles what is raised in its ``with`` block, ``"FILE:40 in skipping"``;
             empty for all else. The line of such a branch is that of the ``with``.
         differs_at: The line of the condition, where that is to be looked at in place of a jump: if it compares a value
-            with a limit, or if the jump is a ``break``. 0 for any other: a jump that leaves out what cannot be done, as
-            there is no data for it, has to be changed itself.
+            with a limit, or if the jump is a ``break``. 0 for any other, and under a condition on the rank: a jump that
+            leaves out what cannot be done, as there is no data for it, has to be changed itself.
     """
 
     line: int

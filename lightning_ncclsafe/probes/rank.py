@@ -248,7 +248,6 @@ class RankProbe:
             "held_locks": lock_waits.held,
             "awaited_file": outside_waits.awaited_file,
             "reads_alone": outside_waits.reads_alone,
-            "own_path_at": polled_path.own_path_at,
             "awaited_processes": outside_waits.waited_for,
             "workers": self._workers,
             "storage": self._trainer.storage,
@@ -261,6 +260,7 @@ class RankProbe:
             "new_groups_at": lambda: self._steps.new_groups_at() if self._steps else None,
             "data_ends_at": self._trainer.data_ends_at,
             "exit_calls": lambda: exit_calls() if _has_ended(machine, parts.get("peers"), error) else None,
+            "own_path_at": polled_path.own_path_at,
             "left_open_at": lock_waits.transaction_left_open,
             "unordered_groups_at": lambda: self._steps.unordered_groups_at() if self._steps else None,
         }

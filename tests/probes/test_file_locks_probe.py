@@ -92,13 +92,17 @@ DIRECTORY = CREATED.replace("os.close(os.open(path, os.O_CREAT | os.O_EXCL))", "
 DATABASE = """
 import sqlite3
 
-def open_run(database):
-    database.execute("INSERT INTO runs VALUES (1)")
+class Store:
+    def __init__(self):
+        self.database = sqlite3.connect(path, timeout=600)
 
-def add(database):
-    database.execute("INSERT INTO scores VALUES (1)")
+    def open_run(self):
+        self.database.execute("INSERT INTO runs VALUES (1)")
 
-add(sqlite3.connect(path, timeout=600))
+    def add(self):
+        self.database.execute("INSERT INTO scores VALUES (1)")
+
+Store().add()
 """
 BATON = "from torch.utils.file_baton import FileBaton; FileBaton(path, 0.5).wait()"
 

@@ -113,6 +113,29 @@ def test_a_pipe_that_no_other_process_has_open_is_read_alone(is_inherited: bool)
     os.close(writing)
 
 
+def test_a_pipe_that_a_thread_may_fill_is_not_read_alone() -> None:
+    reading, writing = os.pipe()
+    done = threading.Event()
+    thread = threading.Thread(target=done.wait)
+    aside = threading.Thread(target=lambda: done.wait())
+    thread.start()
+    seen: list[bool] = []
+
+    def end() -> None:
+        seen.append(reads_alone())
+        aside.start()
+        seen.append(reads_alone())
+        os.write(writing, b".")
+
+    seen_during(lambda: os.read(reading, 1), end)
+    done.set()
+    thread.join()
+    aside.join()
+    os.close(reading)
+    os.close(writing)
+    assert seen == [True, False]
+
+
 def test_which_of_two_programs_is_waited_for_is_unknown() -> None:
     reading, writing = os.pipe()
     processes = [subprocess.Popen(["sleep", "60"], stdout=writing) for _ in range(2)]

@@ -1,10 +1,11 @@
 """The value of which a rank makes the path that it waits for, by the source of the loop in which it waits."""
 
+import multiprocessing
 import sys
 import traceback
-import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -60,8 +61,10 @@ class Cache:
 def wait_for(path, patience=1.0):
     while not os.path.exists(path):
         sleep(0)
+
+{last}
 """
-HASH, EXISTS = "hash(config)", "not self.path.exists()"
+HASH, EXISTS = "hash(config.lower())", "not self.path.exists()"
 AT_KEY, AT_FOLDER = "13 in __init__", "26 in wait_by_name"
 
 
@@ -74,17 +77,22 @@ class Strategy:
     def broadcast(self, value: object) -> object:
         return value
 
+    def now(self) -> str:
+        return "17"
+
 
 def found(folder: Path, monkeypatch: pytest.MonkeyPatch, method: str = "wait", **parts: str) -> str:
     """What is found while a method pauses; the frames of the test are not there."""
     file = folder / "cache.py"
-    filled = {"key": HASH, "test": EXISTS, "pause": "sleep(0)", "first": "", "and_then": ""} | parts
+    filled = {"key": HASH, "test": EXISTS, "pause": "sleep(0)", "first": "", "and_then": "", "last": ""} | parts
     file.write_text(SOURCE.format(**filled))
     answers: list[str] = []
 
     def frames() -> Iterator[Any]:
         every = (frame for frame, _ in traceback.walk_stack(sys._getframe()))
-        return (frame for frame in every if frame.f_code.co_filename == str(file))
+        there = (frame for frame in every if frame.f_code.co_filename == str(file))
+        # Without f_locals: to read them keeps all of a function's variables alive.
+        return (SimpleNamespace(f_code=one.f_code, f_lineno=one.f_lineno, f_globals=one.f_globals) for one in there)
 
     def pause(_: float) -> None:
         answers.append(own_path_at())
@@ -103,14 +111,14 @@ def found(folder: Path, monkeypatch: pytest.MonkeyPatch, method: str = "wait", *
     ("parts", "method", "place"),
     [
         ({}, "wait", AT_KEY),
-        ({"key": "hash(config) & 0xFFFF"}, "wait", AT_KEY),
-        ({"key": "hash((config, 3))"}, "wait", AT_KEY),
+        ({"key": "hash(str(config)) & 0xFFFF"}, "wait", AT_KEY),
+        ({"key": "hash(('run', config))"}, "wait", AT_KEY),
         ({"key": "time.strftime('%H%M%S')"}, "wait", AT_KEY),
         ({"key": "str(time.time_ns())"}, "wait", AT_KEY),
         ({"test": "not os.path.isfile(self.path)"}, "wait", AT_KEY),
         ({"test": "time.time() < 1e12 and not self.path.exists()"}, "wait", AT_KEY),
         ({}, "wait_elsewhere", AT_KEY),
-        ({"key": "hash(getattr(self, 'config'))"}, "wait_by_name", AT_FOLDER),
+        ({"key": "hash(f'{self.config}')"}, "wait_by_name", AT_FOLDER),
     ],
 )
 def test_a_value_that_each_process_has_for_itself_is_found(
@@ -125,6 +133,12 @@ def test_a_value_that_each_process_has_for_itself_is_found(
         pytest.param({"key": "config.lower()"}, id="the same in all"),
         pytest.param({"key": "zlib.crc32(config.encode())"}, id="a hash that is the same in all"),
         pytest.param({"key": "hash((3, 224))"}, id="numbers have one hash"),
+        pytest.param({"key": "hash(config)"}, id="perhaps a number"),
+        pytest.param({"key": "time.strftime('%Y%m%d')"}, id="a date"),
+        pytest.param({"key": "time.strftime('%H', time.gmtime(0))"}, id="a given time"),
+        pytest.param({"key": "int(time.time() // 1e12)"}, id="a coarse time"),
+        pytest.param({"key": "strategy.now()"}, id="a clock of its own"),
+        pytest.param({"pause": "sleep(0); self.config = self.config"}, id="a loop that does more"),
         pytest.param({"first": "def hash(text): return len(text)"}, id="a hash of one's own"),
         pytest.param({"key": "strategy.broadcast(time.strftime('%H'))"}, id="sent to all"),
         pytest.param({"key": "config", "and_then": "began = time.time()"}, id="beside it"),
@@ -170,13 +184,13 @@ def test_with_a_seed_no_hash_is_a_value_of_its_own(tmp_path: Path, monkeypatch: 
     assert found(tmp_path, monkeypatch) == ""
 
 
-class Large:
-    """Something whose end can be seen."""
+def test_of_several_classes_the_objects_own_is_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    below = "class Below(Cache): pass"
+    assert found(tmp_path, monkeypatch, last=below) == ""
 
 
-def test_a_look_keeps_nothing_of_the_program_alive() -> None:
-    large = Large()
-    end = weakref.ref(large)
-    own_path_at()
-    del large
-    assert end() is None
+def test_the_processes_that_are_forked_from_one_have_computed_it_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(multiprocessing, "parent_process", lambda: multiprocessing.current_process())
+    assert found(tmp_path, monkeypatch, key="time.strftime('%H%M%S')") == ""

@@ -60,10 +60,10 @@ BEFORE_HOST_FACTS = [
     *("loggers", "thread_lock", "awaited_thread", "peers"),
 ]
 AFTER_HOST_FACTS = [
-    *("file_lock", "held_locks", "awaited_file", "reads_alone", "own_path_at", "awaited_processes"),
+    *("file_lock", "held_locks", "awaited_file", "reads_alone", "awaited_processes"),
     *("workers", "storage", "versions"),
     *("ended_at", "validates_at", "set_at", "timeouts_at", "new_groups_at"),
-    *("data_ends_at", "exit_calls", "left_open_at", "unordered_groups_at"),
+    *("data_ends_at", "exit_calls", "own_path_at", "left_open_at", "unordered_groups_at"),
 ]
 
 

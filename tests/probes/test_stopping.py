@@ -47,6 +47,17 @@ def started(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
         process.kill()
 
 
+@pytest.mark.parametrize(
+    "command", [["tail", "-f", "governor.py"], [sys.executable, "-c", "input(); " + "#" * 5000 + ".py"]]
+)
+def test_a_file_that_is_not_run_stops_nothing(tmp_path: Path, command: list[str], started: Path) -> None:
+    """Nor does what is no file keep others from being read."""
+    (tmp_path / "governor.py").write_text(GOVERNOR.format("os.kill(pid, signal.SIGSTOP)"))
+    with subprocess.Popen(command, cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL) as process:
+        assert stopping_lines([os.getpid()]) == (f"{started}:6 in throttle",)
+        process.kill()
+
+
 def test_a_line_that_stops_a_process_is_found_in_the_program_of_a_child(started: Path) -> None:
     assert stopping_lines([os.getpid()]) == (f"{started}:6 in throttle",)
     assert stopping_lines([]) == ()

@@ -25,6 +25,9 @@ class Store:
     def _flush(self):
         self.db.commit()
 
+    def end(self):
+        self._flush()
+
     def close_run(self):
         self.db.execute("UPDATE runs SET done = 1")
         self.db.commit()
@@ -95,6 +98,12 @@ def test_a_change_whose_function_leaves_its_end_to_others_is_found(tmp_path: Pat
         pytest.param({"opens": 'self.pool.execute("update weights")'}, id="no statement"),
         pytest.param({"opens": 'self.db.executescript("INSERT INTO runs VALUES (1)")'}, id="a script"),
         pytest.param({"opens": "self.db.execute(self.text)"}, id="unknown statement"),
+        pytest.param({"opens": f"{INSERT}; self.db.execute(self.text)"}, id="perhaps committed"),
+        pytest.param({"opens": f"{INSERT}; retry(self.db.commit)"}, id="committed by what is given that"),
+        pytest.param({"opens": f"{INSERT}; self.end()"}, id="committed further down"),
+        pytest.param({"opens": INSERT.replace("self.db", "self.made()")}, id="a connection of its own"),
+        pytest.param({"call": 'retry(self.store.open_run, "a")'}, id="handed on"),
+        pytest.param({"setup": "self.db.isolation_level=None"}, id="set without spaces"),
         pytest.param({"call": 'self.store.open_run("a"); self.store.db.commit()'}, id="the caller commits"),
         pytest.param({"call": 'self.store.open_run("a"); self.store.close_run()'}, id="the caller calls what does"),
         pytest.param({"call": 'with self.store.db: self.store.open_run("a")'}, id="the caller's block"),
@@ -112,9 +121,12 @@ def test_of_two_functions_none_is_known_to_have_left_it(tmp_path: Path) -> None:
     assert found(tmp_path, opens=two, entered="add") == "13 in open_run"
 
 
-def test_of_many_files_with_databases_none_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transactions, "_MOST_FILES", 0)
-    assert found(tmp_path) == ""
+@pytest.mark.parametrize(("most", "is_read"), [(0, False), (1, False), (2, True)], ids=["databases", "callers", "all"])
+def test_where_there_are_too_many_files_nothing_is_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int, is_read: bool
+) -> None:
+    monkeypatch.setattr(transactions, "_MOST_FILES", most)
+    assert bool(found(tmp_path)) == is_read
 
 
 def test_only_a_line_that_calls_a_database_waits_for_one(tmp_path: Path) -> None:

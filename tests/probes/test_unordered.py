@@ -20,13 +20,15 @@ def made(pairs, world_size):
     listed.sort()
     sent = list(names)
     dist.broadcast_object_list(sent)
+    assigned = list(names)
+    assigned[:] = sorted(assigned)
     {}
 
 def other(names):
     for name in names:
         print(name)
 """
-AT = "14 in made"
+AT = "16 in made"
 LOOPS = ["groups = {{name: dist.new_group() for name in {}}}", "for name in {}: group = dist.new_group()"]
 
 
@@ -61,10 +63,7 @@ def found(folder: Path, code: str) -> str:
         ("pairs", False),
         ("{0, 1}", False),
         ("{'a'}", False),
-        ("set(range(world_size))", False),
-        ("frozenset([0, 1, 2])", False),
-        ("{rank // 2 for rank in range(world_size)}", False),
-        ("{rank for rank in range(world_size)}", False),
+        ("assigned", False),
     ],
 )
 @pytest.mark.parametrize("loop", LOOPS)
@@ -78,6 +77,11 @@ def test_a_loop_over_a_set_has_an_order_of_its_own(tmp_path: Path, looped_over: 
         pytest.param("group = dist.new_group(); [print(name, group) for name in names]", id="before it"),
         pytest.param("one = dist.new_group(); groups = [dist.new_group() for name in names]", id="another as well"),
         pytest.param("for name in names:\n        if name == 'audio': dist.new_group()", id="in one pass"),
+        pytest.param(
+            "for name in names:\n        if name != 'audio': continue\n        dist.new_group()", id="past a jump"
+        ),
+        pytest.param("for rank in set(pairs): dist.new_group([rank])", id="of numbers, it seems"),
+        pytest.param("groups = [dist.new_group() for size in {r // 2 for r in range(8)}]", id="of sizes"),
     ],
 )
 def test_only_what_each_pass_makes_and_nothing_else_does_is_made_in_its_order(tmp_path: Path, code: str) -> None:

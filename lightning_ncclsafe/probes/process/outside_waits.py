@@ -4,7 +4,9 @@ Links in procfs are read, but no file is opened or asked about, as its storage m
 """
 
 import os
+import threading
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import suppress
 from itertools import chain, islice
@@ -18,7 +20,8 @@ from lightning_ncclsafe.probes.absent import line_after, or_none
 from lightning_ncclsafe.probes.process.lock_waits import command_words
 from lightning_ncclsafe.probes.process.main_thread import look_at_main_thread, system_call
 from lightning_ncclsafe.probes.process.open_files import open_files
-from lightning_ncclsafe.probes.process.stacks import main_thread_frames
+from lightning_ncclsafe.probes.process.stacks import is_user_code, main_thread_frames, training_thread
+from lightning_ncclsafe.probes.process.thread_frames import current_frames
 
 _PROC = Path("/proc")
 _MODES = {"read": os.O_RDONLY, "write": os.O_WRONLY}
@@ -59,17 +62,35 @@ def program_at_other_end(of: int | None = None) -> int:
 
 
 def reads_alone() -> bool:
-    """Whether the main thread reads from a pipe that no other process has open.
+    """Whether the main thread reads from a pipe that no other process has open, and that no thread may write to.
 
     As this process may have both of its ends, as with a queue of ``multiprocessing``, the read does not end by itself.
-    Takes some milliseconds for each hundred processes of this host; False if there are more than 4096.
+    Takes some milliseconds for each hundred processes of this host. False if there are more than 4096, if one of this
+    user cannot be asked, or if another thread runs the user's code.
     """
     pipe, own = _file_and_mode(None)
-    if not pipe.startswith("pipe:") or own != os.O_RDONLY:
+    if not pipe.startswith("pipe:") or own != os.O_RDONLY or _runs_user_code_aside():
         return False
     pids = or_none(psutil.pids) or []
     others = (pid for pid in pids if pid != os.getpid())
-    return 0 < len(pids) <= _MOST_ON_HOST and not any(pipe == target for pid in others for _, target in open_files(pid))
+    return 0 < len(pids) <= _MOST_ON_HOST and not any(_may_have(pid, pipe) for pid in others)
+
+
+def _runs_user_code_aside() -> bool:
+    besides = training_thread().ident, threading.get_ident()
+    frames = (frame for thread, frame in current_frames().items() if thread not in besides)
+    return any(is_user_code(one.f_code.co_filename) for frame in frames for one, _ in traceback.walk_stack(frame))
+
+
+def _may_have(pid: int, pipe: str) -> bool:
+    """Whether a process has a pipe open, or is one of this user of which that is not known."""
+    try:
+        os.listdir(_PROC / str(pid) / "fd")
+    except FileNotFoundError:
+        return False  # it has ended
+    except OSError:
+        return or_none(lambda: (_PROC / str(pid)).stat().st_uid) == os.getuid()
+    return any(pipe == target for _, target in open_files(pid))
 
 
 def _file_and_mode(of: int | None) -> tuple[str, int]:

@@ -1,6 +1,7 @@
 """The path for which a loop of the main thread waits, where each process has computed one of its own."""
 
 import ast
+import multiprocessing
 from collections.abc import Iterator
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
@@ -36,6 +37,8 @@ def own_path_at() -> str:
         ``"file:line in function"``; empty if no path is waited for, or it is the same for all, as far as that shows, or
         if one of these functions starts a process or thread, which may be to make that path.
     """
+    if multiprocessing.parent_process() is not None:
+        return ""  # what was computed before the fork is the same in all ranks
     calls = _calls(main_thread_frames())
     innermost = next(calls, None)
     asked = _asked_for(innermost) if innermost is not None else None
@@ -56,16 +59,15 @@ def _class_of(code: CodeType, names: dict[str, Any]) -> type | None:
     Not the class of ``self``: to read that from a frame keeps all of its variables alive before Python 3.13.
     """
     kinds = (one for one in [*names.values()] if isinstance(one, type))
-    methods = ((kind, vars(kind).get(code.co_name)) for kind in kinds)
+    # Of a class with others below it, those may set its attributes anew.
+    methods = ((kind, vars(kind).get(code.co_name)) for kind in kinds if not kind.__subclasses__())
     return next((kind for kind, method in methods if getattr(method, "__code__", None) is code), None)
 
 
 def _asked_for(call: _UnderWay) -> ast.expr | None:
-    """The path that must exist for the loop to end in which this call pauses; None if it does anything else."""
+    """The path that must exist for the loop to end in which this call pauses; None if the loop does anything else."""
     scope, line, _ = call
-    pauses = any(one.lineno <= line <= last_line(one) for one in scope.calls(["sleep"]))
-    loops = scope.loops_around([line]) if pauses else []
-    heads = (one for one in scope.each(ast.While) if loops and one.lineno == loops[0].first)
+    heads = (one for one in scope.each(ast.While) if len(one.body) == 1 and _is_pause(one.body[0], line))
     negated = (
         node.operand
         for one in heads
@@ -73,6 +75,13 @@ def _asked_for(call: _UnderWay) -> ast.expr | None:
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not)
     )
     return next(filter(None, map(_path_in, negated)), None)
+
+
+def _is_pause(statement: ast.stmt, line: int) -> bool:
+    """Whether a statement at this line does nothing but sleep."""
+    call = statement.value if isinstance(statement, ast.Expr) else None
+    is_there = statement.lineno <= line <= last_line(statement)
+    return is_there and isinstance(call, ast.Call) and name_of(call.func) == "sleep"
 
 
 def _path_in(asked: ast.expr) -> ast.expr | None:
@@ -105,4 +114,6 @@ def _given_to(scope: Scope, parameter: str, caller: _UnderWay) -> ast.expr | Non
     calls = (one for one in caller.scope.calls([scope.name]) if one.lineno <= caller.line <= last_line(one))
     call = next(calls, None)
     is_method = scope.parameters[:1] in (("self",), ("cls",))
-    return argument_of(call, parameter, position=scope.parameters.index(parameter) - is_method) if call else None
+    # Behind *args, parameters are given by name only.
+    position = -1 if scope.collected else scope.parameters.index(parameter) - is_method
+    return argument_of(call, parameter, position=position) if call is not None else None

@@ -5,7 +5,7 @@ import itertools
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from pathlib import Path
+from pathlib import Path, PurePath
 
 import psutil
 
@@ -67,10 +67,10 @@ def _stops(call: ast.Call, scope: Scope) -> bool:
 def _files(pids: Iterable[int]) -> Iterator[str]:
     yield from user_files()
     processes = itertools.chain.from_iterable(map(_with_children, pids))
-    programs = {(tuple(or_none(one.cmdline) or ()), or_none(one.cwd) or "") for one in processes}
-    yield from filter(
-        is_user_code, (_program([*command[1:]], folder) for command, folder in [*programs][:_MOST_PROGRAMS])
-    )
+    programs = dict.fromkeys((tuple(or_none(one.cmdline) or ()), or_none(one.cwd) or "") for one in processes)
+    of_python = (one for one in programs if one[0] and PurePath(one[0][0]).name.startswith("python"))
+    some = itertools.islice(of_python, _MOST_PROGRAMS)
+    yield from filter(is_user_code, (_program([*command[1:]], folder) for command, folder in some))
 
 
 def _with_children(pid: int) -> list[psutil.Process]:
@@ -80,9 +80,9 @@ def _with_children(pid: int) -> list[psutil.Process]:
 
 def _program(arguments: list[str], folder: str) -> str:
     """The file that Python runs with these arguments: a script, or the module after ``-m``; empty for anything else."""
-    while arguments and arguments[0].startswith("-") and arguments[0] != "-m":
+    while arguments and arguments[0].startswith("-") and arguments[0] not in ("-m", "-c"):
         del arguments[: 2 if arguments[0] in _WITH_VALUE else 1]
     if arguments[:1] == ["-m"]:
         arguments = [f"{name.replace('.', os.sep)}.py" for name in arguments[1:2]]
     file = Path(folder or os.sep, *arguments[:1])
-    return str(file) if folder and file.suffix == ".py" and file.is_file() else ""
+    return str(file) if folder and file.suffix == ".py" and or_none(file.is_file) else ""

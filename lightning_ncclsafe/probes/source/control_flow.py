@@ -258,11 +258,11 @@ class ControlFlow:
         """
         for kind, name in _JUMPS.items():
             if isinstance(statement, kind) and around and (name != "raise" or _of_all(around) is Decides.RANK):
-                outer = (branch.test for branch in reversed(around[:-1]) if branch.on is Decides.RANK)
+                outer = next((branch.test for branch in reversed(around[:-1]) if branch.on is Decides.RANK), "")
                 jump = replace(around[-1], line=statement.lineno, jump=name, on=_of_all(around), until=0, handled_at="")
                 is_condition = around[-1].on in (Decides.VALUE, Decides.COMMON)
                 differs_at = around[-1].line if name == "break" and is_condition else jump.differs_at
-                yield replace(jump, within=next(outer, ""), differs_at=differs_at)
+                yield replace(jump, within=outer, differs_at=0 if outer else differs_at)
         is_loop = isinstance(statement, LOOPS)
         for arm in () if isinstance(statement, FUNCTIONS) else self._arms(statement, of_jumps=True):
             inner = around if arm.branch is None else (*around, arm.branch)

@@ -102,8 +102,9 @@ class DecidingBranches:
         """The line to look at: the condition of a jump if ranks differ in that; else :attr:`decided_at`."""
         if len(self.branches) != 1:
             return ""
-        _, branch = self.branches[0]
-        return self.condition_at if branch.jump and branch.differs_at else self.decided_at
+        frame, branch = self.branches[0]
+        is_of_condition = bool(branch.jump) and branch.differs_at > 0
+        return branch_place(frame, replace(branch, line=branch.differs_at)) if is_of_condition else self.decided_at
 
     @property
     def is_of_rank(self) -> bool:
