@@ -1,14 +1,16 @@
 """The user's functions as source, whatever is in their files; nothing is known of those of libraries."""
 
+import sys
 import time
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
-from lightning_ncclsafe.probes.source.scopes import Scope, scope_of, scopes_in
+from lightning_ncclsafe.probes.source.scopes import Scope, scope_of, scopes_in, user_files
 
 
 @pytest.mark.parametrize("function", [None, len, time.sleep, pytest.fixture])
@@ -25,6 +27,15 @@ def test_a_missing_source_is_handled(tmp_path: Path) -> None:
     scope = scope_of(names["step"])
     assert (scope.file, scope.name, scope.nodes) == (path, "step", ())
     assert (scope.sets(["x"]), scope.branches_around(2)) == ((), ())
+
+
+def test_a_program_that_is_loaded_under_two_names_is_one_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A process that multiprocessing has spawned has it as __mp_main__, too."""
+    program = ModuleType("train")
+    program.__file__ = str(tmp_path / "train.py")
+    for name in ("train", "__mp_main__"):
+        monkeypatch.setitem(sys.modules, name, program)
+    assert user_files().count(program.__file__) == 1
 
 
 def test_an_expression_may_be_deeper_than_the_stack(tmp_path: Path) -> None:

@@ -286,9 +286,9 @@ def user_modules() -> list[ModuleType]:
     return [module for module, file in modules if file and is_user_code(file)]
 
 
-def user_files() -> Iterator[str]:
-    """The source files of these modules, which may be those of compiled code."""
-    return (file_of(module) for module in user_modules())
+def user_files() -> list[str]:
+    """The files of these modules, each once: the program may be loaded under several names."""
+    return [*dict.fromkeys(map(file_of, user_modules()))]
 
 
 def scopes_in(owners: Iterable[Any]) -> Iterator[Scope]:

@@ -99,17 +99,14 @@ def _finding(view: Timeline, circle: dict[int, tuple[str, int]]) -> Finding:
     did = "skipped what it called" if is_skipped else "entered them in a different order"
     why = f", and {ranks_words(ranks)} {did} {'in' if is_skipped else 'from'} every step before" if is_decided else ""
     is_seen = all(name or view.facts[rank].steps.peer >= 0 for rank, (name, _) in circle.items())
-    # NCCL's sends and receives return at once: that a rank waits for one is concluded from its line.
     created_at = "" if is_decided else _created_in_own_order(view, circle)
-    created = (
-        f"The groups are created at {short_place(created_at)}, in the order of a set: it may differ between ranks."
-    )
     is_concluded = is_decided or bool(created_at)
+    # NCCL's sends and receives return at once: that a rank waits for one is concluded from its line.
     is_certain = is_seen and all(waits_in_one_group(view.facts[rank]) for rank in circle) and not is_concluded
     return finding(
         view,
         ranks,
-        joined((f"{_listed(hops)}: they wait for each other in a circle{why}.", created if created_at else "")),
+        joined((f"{_listed(hops)}: they wait for each other in a circle{why}.", order_words(created_at))),
         confidence=Confidence.CERTAIN if is_certain else Confidence.LIKELY,
         # That FSDP gathers a model where the user's code runs it is usual.
         location=created_at or call_location(view, sorted(callers, key=lambda rank: _is_of_model(view, rank))),
@@ -123,8 +120,20 @@ def _created_in_own_order(view: Timeline, circle: dict[int, tuple[str, int]]) ->
     # All ranks create the default group first.
     are_made = not any(group_and_backend(name)[0] in ("", "0") for name in names)
     members = {view.groups_by_name[name].members for name in names} if are_made else set()
+    return unordered_groups_at(view) if len(members) == 1 else ""
+
+
+def unordered_groups_at(view: Timeline) -> str:
+    """The line that creates groups in the order of a set, if all ranks know of the same; empty if there is none."""
     places = {facts.steps.unordered_groups_at for facts in view.facts.values()}
-    return places.pop() if len(members) == len(places) == 1 else ""
+    return places.pop() if len(places) == 1 else ""
+
+
+def order_words(created_at: str) -> str:
+    """A sentence about that line; empty if there is none."""
+    if not created_at:
+        return ""
+    return f"The groups are created at {short_place(created_at)}, in the order of a set: it may differ between ranks."
 
 
 def _listed(hops: Sequence[str]) -> str:

@@ -6,7 +6,12 @@ from collections.abc import Mapping, Sequence
 
 from lightning_ncclsafe.code.libraries import GROUP_CREATION
 from lightning_ncclsafe.facts import Collective, Group
-from lightning_ncclsafe.rules.hang.crossed_groups.circles import circle_finding, waiting_elsewhere
+from lightning_ncclsafe.rules.hang.crossed_groups.circles import (
+    circle_finding,
+    order_words,
+    unordered_groups_at,
+    waiting_elsewhere,
+)
 from lightning_ncclsafe.rules.kit import (
     LISTED,
     Confidence,
@@ -21,6 +26,7 @@ from lightning_ncclsafe.rules.kit import (
     group_words,
     grouped,
     is_in,
+    joined,
     location_of,
     once,
     ranks_by,
@@ -91,11 +97,17 @@ def _in_different_numbers(view: Timeline, making: tuple[int, ...], made: dict[in
     numbers = "have taken part in creating different numbers of process groups"
     # If all are creating one, some have not created an earlier one.
     here = call_location(view, making) if len(making) < len(made) else ""
+    unordered_at = "" if places else unordered_groups_at(view)
     return finding(
         view,
         grouped(made).deviating,
-        f"Ranks {numbers} and wait for each other: {', '.join(parts)}{condition}.",
-        location=places[0] if len(places) == 1 else here,
+        joined(
+            (
+                f"Ranks {numbers} and wait for each other: {', '.join(parts)}{condition}.",
+                order_words(unordered_at),
+            )
+        ),
+        location=places[0] if len(places) == 1 else unordered_at or here,
         evidence=where_evidence(view, view.facts),
         remedy=_REMEDY_MADE,
     )
