@@ -17,6 +17,7 @@ from lightning_ncclsafe.probes.source.own_values import hashes_text_alike
 
 SOURCE = """
 import os, time, zlib
+from abc import ABCMeta
 from pathlib import Path
 from subprocess import call
 from time import sleep
@@ -65,7 +66,7 @@ def wait_for(path, patience=1.0):
 {last}
 """
 HASH, EXISTS = "hash(config.lower())", "not self.path.exists()"
-AT_KEY, AT_FOLDER = "13 in __init__", "26 in wait_by_name"
+AT_KEY, AT_FOLDER = "14 in __init__", "27 in wait_by_name"
 
 
 @pytest.fixture(autouse=True)

@@ -54,14 +54,15 @@ def _calls(frames: Iterator[FrameType]) -> Iterator[_UnderWay]:
 
 
 def _class_of(code: CodeType, names: dict[str, Any]) -> type | None:
-    """The class of a module that has a method with this code.
+    """The class of a module that has a method with this code, if no other class is below it.
 
     Not the class of ``self``: to read that from a frame keeps all of its variables alive before Python 3.13.
     """
     kinds = (one for one in [*names.values()] if isinstance(one, type))
-    # Of a class with others below it, those may set its attributes anew.
-    methods = ((kind, vars(kind).get(code.co_name)) for kind in kinds if not kind.__subclasses__())
-    return next((kind for kind, method in methods if getattr(method, "__code__", None) is code), None)
+    methods = ((kind, vars(kind).get(code.co_name)) for kind in kinds)
+    found = next((kind for kind, method in methods if getattr(method, "__code__", None) is code), None)
+    # Classes below it may set its attributes anew. Of a metaclass, the attribute is not bound.
+    return None if found is None or type.__subclasses__(found) else found
 
 
 def _asked_for(call: _UnderWay) -> ast.expr | None:
