@@ -8,15 +8,20 @@ import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import suppress
 from typing import Any, TypeVar
 
-from lightning_ncclsafe.exchange.interface import Exchange, ExchangeError
+from lightning_ncclsafe.exchange.interface import Alone, Exchange, ExchangeError
 
 T = TypeVar("T")
 
 MISSES_ALLOWED = 3
 """Deadlines in a row. Storage that is merely slow answers the next time, and a job that is stopped as a whole and
 continued misses one when it wakes up."""
+
+
+# The note that a rank has left the first exchange.
+_LEFT = "left"
 
 
 class NoAnswerError(RuntimeError):
@@ -132,7 +137,7 @@ class _OverAnother:
         self._call(lambda exchange: exchange.delete(gone))
 
 
-class InTimeExchange(_OverAnother):
+class InTimeExchange(_OverAnother, Alone):
     """Another exchange, each call of which ends within a deadline; after some missed in a row it is given up for good.
 
     Args:
@@ -163,6 +168,10 @@ class InTimeExchange(_OverAnother):
 class FallbackExchange(_OverAnother):
     """Uses the first exchange until it fails, then the second for good.
 
+    The first may fail for some ranks only, if its host does not answer these in time. They leave a note on the second
+    one; the others find it once they wait in vain (:meth:`follow`). What has been published on the first one is not on
+    the second. A host that breaks connections has died, for all of them.
+
     Attributes:
         lost: What happened to the first one; empty while it works.
     """
@@ -171,6 +180,15 @@ class FallbackExchange(_OverAnother):
         self._first = first
         self._second = second
         self.lost = ""
+
+    def follow(self) -> bool:
+        """Uses the second exchange as well, if another rank does; whether it just began to."""
+        if self.lost:
+            return False
+        with suppress(ExchangeError):
+            if note := self._second.get_many([_LEFT]).get(_LEFT):
+                self.lost = f"another rank has given up the first one: {note.decode(errors='replace')}"
+        return bool(self.lost)
 
     def close(self) -> None:
         """Closes both."""
@@ -187,4 +205,7 @@ class FallbackExchange(_OverAnother):
                 if not self._first.lost:
                     raise
                 self.lost = str(error)
+                if isinstance(error.__cause__, NoAnswerError):
+                    with suppress(ExchangeError):
+                        self._second.set_if_absent(_LEFT, self.lost.encode())
         return call(self._second)

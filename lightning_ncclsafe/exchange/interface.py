@@ -45,6 +45,9 @@ class Exchange(Protocol):
     def delete(self, keys: Iterable[str]) -> None:
         """Deletes keys, whichever rank has published them; those that have no value are ignored."""
 
+    def follow(self) -> bool:
+        """Gives up what other ranks have given up, and shares with them by what they use; whether it just did."""
+
     def close(self) -> None:
         """Gives back connections, threads and files. Calls after it raise :class:`ExchangeError`."""
 
@@ -69,6 +72,14 @@ def comes_first(exchange: Exchange, key: str, rank: int) -> bool:
         return True
 
 
+class Alone:
+    """An exchange that shares by one thing only, so that ranks cannot come apart over it."""
+
+    def follow(self) -> bool:
+        """Always False."""
+        return False
+
+
 class SharedMemory:
     """What the ranks of one process share; each has its own :class:`MemoryExchange` on it."""
 
@@ -77,7 +88,7 @@ class SharedMemory:
         self.lock = threading.Lock()
 
 
-class MemoryExchange:
+class MemoryExchange(Alone):
     """An exchange on memory of this process.
 
     Args:

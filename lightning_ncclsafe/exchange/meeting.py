@@ -4,6 +4,7 @@ No rank waits forever. A rank that cannot take part announces that once, and is 
 arrive are given up after a deadline, and the first rank to give up decides for all that there is no verdict.
 """
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
@@ -21,6 +22,8 @@ _LONGEST_POLL_S = 0.05
 _VERDICT_S = 10.0
 # How long the next meeting waits for ranks that have missed one.
 _ABSENT_S = 1.0
+# After how long a rank looks whether others share by something else, and how often: it takes a look at storage.
+_APART_S, _LOOK_S = 5.0, 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +95,10 @@ class Meeting:
         self._absent: set[int] = set()
         self._withdrawn: dict[int, RankFacts] = {}
         self._last: dict[int, bytes] = {}
+        # What this rank has published, the verdict before with its key, and what ranks had given up then.
+        self._own: Contribution | None = None
+        self._verdict: tuple[str, bytes] | None = None
+        self._given_up = ""
         self.number = 0
 
     def meet(self, facts: RankFacts, judge: Callable[[tuple[RankFacts, ...]], Agreed]) -> Agreed:
@@ -106,7 +113,8 @@ class Meeting:
         self.number += 1
         # The same key every time, so that loaders that are created again each epoch do not fill the store: a rank gets
         # here again only after rank 0 has read its previous contribution.
-        self._publish(Contribution(number=self.number, facts=facts))
+        self._own = Contribution(number=self.number, facts=facts)
+        self._publish(self._own)
         return self._judge(judge) if self._rank == 0 else self._await_verdict()
 
     def withdraw(self, facts: RankFacts) -> None:
@@ -119,6 +127,15 @@ class Meeting:
 
     def _publish(self, contribution: Contribution) -> None:
         self._keep_trying(lambda: self._exchange.set(self._key(self._rank), codec.encode(contribution)))
+        self._given_up = self._exchange.lost
+
+    def _publish_again(self) -> None:
+        """Where ranks share now, if they have come apart since this rank has published."""
+        if self._own is None or self._exchange.lost == self._given_up:
+            return
+        if (verdict := self._verdict) is not None:  # others may still wait for it
+            self._keep_trying(lambda: self._exchange.set_if_absent(*verdict))
+        self._publish(self._own)
 
     def _judge(self, judge: Callable[[tuple[RankFacts, ...]], Agreed]) -> Agreed:
         agreed = Agreed()
@@ -134,7 +151,9 @@ class Meeting:
     def _settle(self, agreed: Agreed) -> Agreed:
         """The verdict that all ranks follow: this one, unless another rank has been faster."""
         key, own = self._verdict_key(self.number), codec.encode(agreed)
-        return codec.decode(Agreed, self._keep_trying(lambda: self._exchange.set_if_absent(key, own)))
+        verdict = self._keep_trying(lambda: self._exchange.set_if_absent(key, own))
+        self._verdict = key, verdict
+        return codec.decode(Agreed, verdict)
 
     def _gather(self) -> tuple[RankFacts, ...]:
         found = dict(self._withdrawn)
@@ -193,10 +212,19 @@ class Meeting:
         return f"{self._name}/verdict/{number}"
 
     def _wait_until(self, is_done: Callable[[], bool], limit_s: float) -> bool:
-        """Whether something is done within the limit; asks ever more rarely."""
+        """Whether something is done within the limit; asks ever more rarely.
+
+        If it takes long, others may have come apart from this rank: then it asks where they share.
+        """
+        look_s = time.monotonic() + _APART_S
 
         def ask() -> bool:
+            nonlocal look_s
             self._check()
+            if time.monotonic() > look_s:
+                look_s += _LOOK_S
+                self._exchange.follow()
+            self._publish_again()
             return is_done()
 
         found = wait_for(

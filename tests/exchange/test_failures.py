@@ -26,9 +26,10 @@ from lightning_ncclsafe.exchange import (
     FallbackExchange,
     InTimeExchange,
     MemoryExchange,
+    SharedMemory,
     TcpStoreExchange,
 )
-from lightning_ncclsafe.exchange.fallback import MISSES_ALLOWED
+from lightning_ncclsafe.exchange.fallback import MISSES_ALLOWED, NoAnswerError
 
 # No process has this number.
 NOBODY = (1 << 22) + 1
@@ -379,3 +380,46 @@ def test_closing_during_the_first_use_leaves_no_thread(monkeypatch: pytest.Monke
         exchange.set("k", b"v")
     closing.join(10.0)
     assert not own_threads("files")
+
+
+class LateStore(MemoryExchange):
+    """A store whose host does not answer this rank in time."""
+
+    lost_after = False
+
+    def get_many(self, keys: Iterable[str]) -> dict[str, bytes]:
+        if self.lost_after:
+            self.lost = "it did not answer"
+            raise ExchangeError("it did not answer") from NoAnswerError("it did not answer")
+        return super().get_many(keys)
+
+
+def two_ranks() -> tuple[FallbackExchange, FallbackExchange, LateStore]:
+    """Two ranks on a store and files; the store of the first one can fail."""
+    store, files = SharedMemory(), SharedMemory()
+    late = LateStore(store)
+    first = FallbackExchange(late, MemoryExchange(files))
+    return first, FallbackExchange(MemoryExchange(store), MemoryExchange(files)), late
+
+
+def test_a_rank_follows_another_that_has_lost_the_store() -> None:
+    first, second, late = two_ranks()
+    first.set("key", b"on the store")
+    assert not second.follow() and not second.lost
+    late.lost_after = True
+    assert first.get_many(["key"]) == {}, "it is on the store"
+    first.set("key", b"on files")
+    assert second.get_many(["key"]) == {"key": b"on the store"}
+    assert second.follow()
+    assert second.lost == "another rank has given up the first one: it did not answer"
+    assert not second.follow(), "once"
+    assert second.get_many(["key"]) == {"key": b"on files"}
+
+
+def test_nobody_is_told_of_a_store_whose_host_has_died() -> None:
+    """All ranks lose it, at the same moment."""
+    first, second, late = two_ranks()
+    first.set("facts/0", b"of 0")
+    late.close()
+    assert first.get_many(["facts/0"]) == {} and first.lost
+    assert not second.follow()
