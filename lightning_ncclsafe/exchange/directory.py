@@ -12,7 +12,7 @@ from urllib.parse import quote
 import psutil
 
 from lightning_ncclsafe.code.this_host import process_space
-from lightning_ncclsafe.exchange.interface import Alone, ExchangeError
+from lightning_ncclsafe.exchange.interface import ExchangeError, Undivided
 from lightning_ncclsafe.exchange.waiting import wait_for
 
 # Which processes have published in a folder; and that its parent folder is ours, too.
@@ -25,7 +25,7 @@ _CLAIM = "@claim"
 _CLAIMED_S = 0.5
 
 
-class DirectoryExchange(Alone):
+class DirectoryExchange(Undivided):
     """An exchange of files, one a key. The folder is made, private to the user, when the first value is published.
 
     Every process that publishes leaves a note there, so that the last one removes what killed ranks have left.

@@ -11,7 +11,7 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from lightning_ncclsafe.exchange.interface import Alone, Exchange, ExchangeError
+from lightning_ncclsafe.exchange.interface import Exchange, ExchangeError, Undivided
 
 T = TypeVar("T")
 
@@ -137,7 +137,7 @@ class _OverAnother:
         self._call(lambda exchange: exchange.delete(gone))
 
 
-class InTimeExchange(_OverAnother, Alone):
+class InTimeExchange(_OverAnother, Undivided):
     """Another exchange, each call of which ends within a deadline; after some missed in a row it is given up for good.
 
     Args:

@@ -72,8 +72,8 @@ def comes_first(exchange: Exchange, key: str, rank: int) -> bool:
         return True
 
 
-class Alone:
-    """An exchange that shares by one thing only, so that ranks cannot come apart over it."""
+class Undivided:
+    """Part of an exchange that shares by one thing only: ranks cannot come apart over it."""
 
     def follow(self) -> bool:
         """Always False."""
@@ -88,7 +88,7 @@ class SharedMemory:
         self.lock = threading.Lock()
 
 
-class MemoryExchange(Alone):
+class MemoryExchange(Undivided):
     """An exchange on memory of this process.
 
     Args:

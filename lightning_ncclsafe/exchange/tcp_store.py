@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from lightning_ncclsafe.exchange.fallback import CallThread, NoAnswerError
-from lightning_ncclsafe.exchange.interface import Alone, ExchangeError, in_parts
+from lightning_ncclsafe.exchange.interface import ExchangeError, Undivided, in_parts
 from lightning_ncclsafe.facts import STORE_UNUSABLE
 
 T = TypeVar("T")
@@ -16,7 +16,7 @@ T = TypeVar("T")
 MOST_BYTES = 8_000_000
 
 
-class TcpStoreExchange(Alone):
+class TcpStoreExchange(Undivided):
     """An exchange on the job's store.
 
     TCPStore obeys its timeout only where it waits for a key; every other call blocks for as long as the store's host

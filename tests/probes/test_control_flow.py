@@ -938,3 +938,47 @@ def test_threads_that_ask_at_once_get_the_same_answer(monkeypatch: pytest.Monkey
 )
 def test_a_comment_is_no_part_of_a_line(line: str, code: str) -> None:
     assert without_comment(line) == code
+
+
+@pytest.mark.parametrize(
+    ("test", "jump", "differs"),
+    [
+        ("loss > limit", "return", True),
+        ("loss>limit", "return", True),
+        ("self.training and random() < rate", "continue", True),
+        ("kind == 3", "return", False),
+        ("kind == 3", "break", True),
+        ("len(boxes) < limit", "return", False),
+        ("mask.sum() < limit", "return", False),
+        ("rows.shape[0] < limit", "return", False),
+        ("count > 0", "return", False),
+        ("1 > count", "return", False),
+        ("rank > 1", "return", False),
+        ("rank > 1", "break", False),
+    ],
+)
+def test_ranks_differ_in_the_condition_of_a_jump_where_it_is_a_limit_or_leaves_a_loop(
+    test: str, jump: str, differs: bool
+) -> None:
+    """Not where there is no data, and not in a condition on the rank."""
+    source = f"""
+    def step(rank, items):
+        for item in items:
+            if {test}:
+                {jump}
+            reduce(item)  # <-
+    """
+    (found,) = (one for one in around(source).branches if one.jump)
+    assert (found.line, found.differs_at) == (4, 3 if differs else 0)
+
+
+def test_under_a_condition_on_the_rank_a_limit_is_not_what_ranks_differ_in() -> None:
+    source = """
+    def step(rank, loss):
+        if rank == 0:
+            if loss > limit:
+                return
+        reduce(loss)  # <-
+    """
+    (found,) = around(source).branches
+    assert (found.jump, found.within, found.differs_at) == ("return", "if rank == 0:  (line 2)", 0)

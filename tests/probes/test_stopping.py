@@ -42,9 +42,11 @@ def started(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
     file.write_text(GOVERNOR.format("os.kill(pid, signal.SIGSTOP)"))
     command = [sys.executable, *arguments]
     with subprocess.Popen(command, cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None and process.stdout.readline() == "ready\n"
-        yield file
-        process.kill()
+        try:
+            assert process.stdout is not None and process.stdout.readline() == "ready\n"
+            yield file
+        finally:
+            process.kill()
 
 
 @pytest.mark.parametrize(
@@ -54,8 +56,10 @@ def test_a_file_that_is_not_run_stops_nothing(tmp_path: Path, command: list[str]
     """Nor does what is no file keep others from being read."""
     (tmp_path / "governor.py").write_text(GOVERNOR.format("os.kill(pid, signal.SIGSTOP)"))
     with subprocess.Popen(command, cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL) as process:
-        assert stopping_lines([os.getpid()]) == (f"{started}:6 in throttle",)
-        process.kill()
+        try:
+            assert stopping_lines([os.getpid()]) == (f"{started}:6 in throttle",)
+        finally:
+            process.kill()
 
 
 def test_a_line_that_stops_a_process_is_found_in_the_program_of_a_child(started: Path) -> None:
