@@ -204,8 +204,12 @@ class FallbackExchange(_OverAnother):
                 # One that has merely missed a deadline may answer the next time; ranks must not separate over that.
                 if not self._first.lost:
                     raise
-                self.lost = str(error)
-                if isinstance(error.__cause__, NoAnswerError):
-                    with suppress(ExchangeError):
-                        self._second.set_if_absent(_LEFT, self.lost.encode())
+                self._leave(error)
         return call(self._second)
+
+    def _leave(self, error: ExchangeError) -> None:
+        self.lost = str(error)
+        # A host that has not answered this rank may answer others.
+        if isinstance(error.__cause__, NoAnswerError):
+            with suppress(ExchangeError):
+                self._second.set_if_absent(_LEFT, self.lost.encode())

@@ -43,9 +43,8 @@ _REMEDY_LOCKS = (
     "locks in the same order everywhere."
 )
 _REMEDY_OWN_PATH = (
-    "If another rank is to make this path, compute it on one rank and send it to the others "
-    "(trainer.strategy.broadcast), or make it of what is the same in all processes, as hash() of text and the time are "
-    "not."
+    "If another rank makes this path, compute its name on one rank and send it to the others "
+    "(trainer.strategy.broadcast): the time, and hash() of text, differ between processes."
 )
 _REMEDY_AGAIN = "Take the lock once, in the outer function only, or make it a threading.RLock."
 
@@ -157,8 +156,8 @@ def _with_own_path(finding: Finding, job: JobFacts) -> Finding:
     if facts is None or finding.location != location_of(deepest_user_frame(facts.stack)):
         return finding
     text = (
-        f"The path for which rank {facts.rank} waits there is made of a value that each process computes for itself, "
-        f"at {short_place(facts.own_path_at)}."
+        f"Rank {facts.rank} waits there for a path that is made of a value which each process computes for itself, at "
+        f"{short_place(facts.own_path_at)}."
     )
     return replace(
         finding,

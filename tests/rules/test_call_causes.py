@@ -236,7 +236,7 @@ def test_a_rank_that_works_may_be_late_for_a_group_and_one_that_waits_elsewhere_
     of_set = (replace(maker, steps=replace(maker.steps, unordered_groups_at=place)) for maker in all_make)
     in_order = found(job(*of_set, world=3))["crossed-groups"]
     assert in_order.location == place
-    assert " The groups are created at train.py:19 in build, in the order of a set: it may " in in_order.summary
+    assert " The groups are created at train.py:19 in build, in the order of a set, which may " in in_order.summary
     assert "ranks 0-2 are creating number 3, rank 3 has created 2 and waits elsewhere" in told.summary
     works = replace(GLOO.working(3, user("setup", 20), seq=7), steps=StepFacts(groups_made=2))
     assert "crossed-groups" not in found(job(*makers, works))

@@ -67,8 +67,8 @@ def test_a_path_of_its_own_is_why_a_rank_waits_for_it(waits_there: bool) -> None
     assert (finding.rule, finding.ranks) == ("late-at-init", (0,))
     assert finding.location == (location_of(loop) if waits_there else "")
     assert (finding.decided_at == made_at) == waits_there
-    made = "is made of a value that each process computes for itself, at cache.py:28 in __init__."
-    assert finding.summary.endswith(f" The path for which rank 0 waits there {made}") == waits_there
+    made = "a path that is made of a value which each process computes for itself, at cache.py:28 in __init__."
+    assert finding.summary.endswith(f" Rank 0 waits there for {made}") == waits_there
     assert ("broadcast" in finding.remedy) == waits_there
 
 

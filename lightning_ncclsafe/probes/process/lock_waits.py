@@ -55,9 +55,7 @@ class _Lock:
 def waited_for() -> FileLockFacts | None:
     """The file lock that the main thread waits for; None if it waits for none. May block on storage."""
     lock = _awaited()
-    if lock is None:
-        return None
-    return replace(lock, is_on_network=is_network_filesystem(filesystem_of(os.path.realpath(lock.path))))
+    return lock and replace(lock, is_on_network=is_network_filesystem(filesystem_of(os.path.realpath(lock.path))))
 
 
 def transaction_left_open() -> str:

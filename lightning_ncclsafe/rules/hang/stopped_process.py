@@ -20,7 +20,7 @@ _SIGNAL = (
     "Send SIGCONT to process {pid} on its host (kill -CONT {pid}). It was sent SIGSTOP or SIGTSTP: by Ctrl-Z, a "
     "scheduler that suspends jobs (scontrol suspend), or a tool that stops processes for a while."
 )
-_OWN = "Where this job's own code stops processes, look at the condition under which it does, and continues them."
+_OWN = "If this job's own code stops processes, check when it stops them, and whether it always continues them."
 _DEBUGGER = "Continue process {pid} in its debugger or tracer, or detach it (TracerPid in /proc/{pid}/status)."
 _FREEZER = (
     "Thaw the control group of process {pid} (docker unpause, crictl, or freezer.state / cgroup.freeze of its group): "

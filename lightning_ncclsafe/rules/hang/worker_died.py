@@ -307,12 +307,10 @@ def _waits_for_nobody(view: Timeline, rank: int) -> Finding:
     """The processes that could have answered have exited as they should, and nobody has started others."""
     facts = view.facts[rank]
     children = facts.machine.done[-LISTED:]
-    ended = (
-        f"its child process {children[-1]} has exited" if len(children) == 1 else "child processes of it have exited"
-    )
+    ended = f"its child process {children[0]} has" if len(children) == 1 else "some of its child processes have"
     text = (
         f"Rank {rank} waits for another process, but reads from a pipe that no other process has open, and {ended} "
-        f"with status 0: {where_words(view, rank)}{while_others_wait(view, (rank,))}."
+        f"exited with status 0: {where_words(view, rank)}{while_others_wait(view, (rank,))}."
     )
     listed = f"Child processes that have exited with status 0: {', '.join(map(str, children))}."
     evidence = (Evidence(source="process", rank=rank, text=listed), *how_we_know(view, (rank,)))

@@ -133,7 +133,9 @@ def order_words(created_at: str) -> str:
     """A sentence about that line; empty if there is none."""
     if not created_at:
         return ""
-    return f"The groups are created at {short_place(created_at)}, in the order of a set: it may differ between ranks."
+    return (
+        f"The groups are created at {short_place(created_at)}, in the order of a set, which may differ between ranks."
+    )
 
 
 def _listed(hops: Sequence[str]) -> str:
